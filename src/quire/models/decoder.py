@@ -19,6 +19,7 @@ from quire.layers.residual import Residual
 from quire.layers.rotary import RopeSpec, RotaryTable
 from quire.models.general_block import general_block
 from quire.models.spec import LayerSpec, ModelSpec
+from quire.ops import images
 from quire.plan import KVGroup
 
 
@@ -137,9 +138,17 @@ class DecoderLayers(nn.Module):
         if len(hidden) >= self.group.halves_from:
             layers_for = functools.partial(self.layers_for, kv=kv, shallow=shallow)
             return run_halves(self.group, hidden, batch, layers_for)
+        for table in self.rotary:
+            cast(RotaryTable, table).prepare(batch)
         x = Residual(hidden)
-        for layer, group, cache in self.layers_for(batch, kv, shallow):
+        deep = 0 if batch.given is None else batch.given.parts - 1
+        for index, (layer, group, cache) in zip(
+            self.own, self.layers_for(batch, kv, shallow), strict=False
+        ):
             x = layer(x, batch, group, cache)
+            if index < deep and batch.given is not None:
+                given = batch.given
+                x = Residual(images.add_rows(x.total(), given.source, given.part(index + 1)))
         return x.total()
 
     def layers_for(self, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> list[Any]:
@@ -200,6 +209,8 @@ class Decoder(DecoderLayers):
             embedded = embedded.mul_(self._embedding_scale)
         if self.positions is not None:
             embedded = embedded.add_(self.positions(batch.positions))
+        if batch.given is not None:
+            embedded = images.replace_rows(embedded, batch.given.source, batch.given.part(0))
         return embedded
 
     def leave(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,20 @@
+"""Ops that bring an encoder's outputs into a step, and their arguments.
+
+A span is the place of an image in a lane: four words. They are the first position of the image, its
+number of tokens, its columns of tokens, and the row of its first token among the encoder's outputs.
+The row is -1 if the tokens' KV is computed already.
+"""
+
+from quire.ops.choose import op
+from quire.ops.reference import images
+from quire.ops.reference.images import SpanRows
+
+SPAN = 4
+"""Words of a span."""
+
+add_rows = op(images.add_rows)
+replace_rows = op(images.replace_rows)
+section_rotary = op(images.section_rotary)
+span_rows = op(images.span_rows)
+
+__all__ = ["SPAN", "SpanRows", "add_rows", "replace_rows", "section_rotary", "span_rows"]

@@ -1,0 +1,83 @@
+"""An encoder's outputs as embeddings of a step, and three-part rotary positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.rows import StepRows
+
+
+class SpanRows(NamedTuple):
+    """Each token's part of the images of its lane.
+
+    Attributes:
+        source: int32 [T], row of the encoder's outputs, -1 for tokens of the vocabulary.
+        rotary: int32 [3, T], rotary positions in time, rows and columns.
+    """
+
+    source: Tensor
+    rotary: Tensor
+
+
+def span_rows(rows: StepRows, positions: Tensor, spans: Tensor) -> SpanRows:
+    """Returns each token's row of the encoder's outputs, and its rotary positions.
+
+    Args:
+        rows: the step's rows.
+        positions: int32 [T], each token's position in its sequence.
+        spans: int32 [lanes, images, 4], each lane's images in order (see `ops.images`). A span of
+            0 tokens is unused.
+    """
+    count = len(positions)
+    token = torch.arange(count, device=positions.device, dtype=torch.int32)
+    row = torch.searchsorted(rows.query_start, token, right=True).sub_(1)
+    lane = rows.lanes[row.clamp(max=len(rows.lanes) - 1)].where(row < len(rows.lanes), -1)
+    real = lane >= 0
+    own = spans[lane.clamp(min=0).long()]
+    start, tokens, columns, first = own.unbind(-1)
+    inside = positions.unsqueeze(1) - start
+    used = tokens > 0
+    lines = torch.div(tokens, columns.clamp(min=1), rounding_mode="floor")
+    shift = (torch.maximum(lines, columns) - tokens).where(used & (inside >= tokens), 0)
+    base = positions + shift.sum(1, dtype=torch.int32)
+    within = used & (inside >= 0) & (inside < tokens) & real.unsqueeze(1)
+    found = within.any(1)
+    at = within.int().argmax(1, keepdim=True)
+    offset, width, row0 = (part.gather(1, at).squeeze(1) for part in (inside, columns, first))
+    line = torch.div(offset, width.clamp(min=1), rounding_mode="floor")
+    origin = base - offset
+    image = torch.stack([origin, origin + line, origin + offset - line * width])
+    rotary = torch.where(found, image, base).where(real, 0)
+    source = (row0 + offset).where(found & (row0 >= 0), -1)
+    return SpanRows(source.int(), rotary.int())
+
+
+def replace_rows(hidden: Tensor, source: Tensor, values: Tensor) -> Tensor:
+    """Writes rows of `values` [N, width] over rows of `hidden` [T, width], and returns `hidden`.
+
+    Args:
+        source: int32 [T], a row of `values`, or -1 to leave the row as it is.
+    """
+    chosen = values[source.clamp(min=0).long()].to(hidden.dtype)
+    return hidden.copy_(chosen.where((source >= 0).unsqueeze(1), hidden))
+
+
+def add_rows(hidden: Tensor, source: Tensor, values: Tensor) -> Tensor:
+    """Adds rows of `values` to rows of `hidden`, and returns `hidden`. See `replace_rows`."""
+    chosen = values[source.clamp(min=0).long()].to(hidden.dtype)
+    return hidden.add_(chosen.masked_fill((source < 0).unsqueeze(1), 0.0))
+
+
+def section_rotary(table: Tensor, positions: Tensor, part: Tensor) -> Tensor:
+    """Returns each token's cosines and sines, float32 [T, rotary_dim].
+
+    Args:
+        table: float32 [positions, rotary_dim], the cosines of all pairs, then their sines.
+        positions: int32 [3, T].
+        part: int32 [rotary_dim / 2], which of the three positions turns each pair.
+    """
+    where = positions.long()[torch.cat([part, part]).long()].t()
+    return table.gather(0, where)
