@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
 from quire.arrays import Int32, decode_array, encode_array
 from quire.config import EngineConfig
 from quire.errors import QuireError, RequestError
+from quire.request import RequestOptions
 from quire.sampling_params import SamplingParams
 
 Asked = TypeVar("Asked")
@@ -112,6 +113,15 @@ class Begun:
 
     answer: Any
     end: Future[Any]
+
+
+def split_options(
+    values: Mapping[RequestField[Any], Any],
+) -> tuple[RequestOptions, list[tuple[RequestField[Any], Any]]]:
+    """Returns the values for features: those that are options of `Request`, and all others."""
+    options = {field.option: value for field, value in values.items() if field.option is not None}
+    others = [(field, value) for field, value in values.items() if field.option is None]
+    return cast("RequestOptions", options), others
 
 
 class RequestCheck(Protocol):

@@ -51,7 +51,7 @@ class FeatureSpec:
 
         requested: returns whether a request asks for the feature. None: no request can.
         request_check: makes a `RequestCheck` from an `EngineConfig`, in each API process.
-        prompts: makes a `PromptReader` from an `EngineConfig`, in each process where prompts arrive.
+        prompts: makes a `PromptReader` from an `EngineConfig`, in processes where prompts arrive.
         keywords: functions by keyword of `LLM.generate`. Arguments: the loop, the keyword's value,
             the number of prompts. They return a `RequestOptions` for each prompt.
         models: makes `NamedModels` from the engine's client, in each API process.
