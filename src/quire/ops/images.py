@@ -13,8 +13,14 @@ SPAN = 4
 """Words of a span."""
 
 add_rows = op(images.add_rows)
+cut_patches = op(images.cut_patches)
 replace_rows = op(images.replace_rows)
+resize_columns = op(images.resize_columns)
+resize_rows = op(images.resize_rows)
 section_rotary = op(images.section_rotary)
 span_rows = op(images.span_rows)
 
-__all__ = ["SPAN", "SpanRows", "add_rows", "replace_rows", "section_rotary", "span_rows"]
+__all__ = [
+    "SPAN", "SpanRows", "add_rows", "cut_patches", "replace_rows", "resize_columns", "resize_rows",
+    "section_rotary", "span_rows",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""An encoder's outputs as embeddings of a step, and three-part rotary positions."""
+"""Images: resizing and patches; an encoder's outputs in a step; three-part rotary positions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.ops.rows import StepRows
+
+_POINT = 22
+"""Bits behind the point of the weights of a resize, as Pillow has them."""
 
 
 class SpanRows(NamedTuple):
@@ -81,3 +84,45 @@ def section_rotary(table: Tensor, positions: Tensor, part: Tensor) -> Tensor:
     """
     where = positions.long()[torch.cat([part, part]).long()].t()
     return table.gather(0, where)
+
+
+def resize_columns(pixels: Tensor, first: Tensor, weights: Tensor) -> Tensor:
+    """Returns an image with other columns, uint8 [rows, columns, 3].
+
+    A column is the sum of weighted columns, rounded and cut to 0 to 255.
+
+    Args:
+        pixels: uint8 [rows, any, 3].
+        first: int32 [columns], the first column of each sum.
+        weights: int32 [columns, taps], the weights with 22 bits behind the point.
+    """
+    return resize_rows(pixels.transpose(0, 1), first, weights).transpose(0, 1).contiguous()
+
+
+def resize_rows(pixels: Tensor, first: Tensor, weights: Tensor) -> Tensor:
+    """Returns an image with other rows, uint8 [rows, columns, 3]. See `resize_columns`."""
+    shape = len(first), *pixels.shape[1:]
+    total = torch.full(shape, 1 << (_POINT - 1), dtype=torch.int32, device=pixels.device)
+    for tap, weight in enumerate(weights.unbind(1)):
+        row = (first + tap).clamp(max=len(pixels) - 1).long()
+        total += pixels[row].int() * weight.view(-1, 1, 1)
+    return (total >> _POINT).clamp(0, 255).to(torch.uint8)
+
+
+def cut_patches(pixels: Tensor, values: Tensor, *, patch: int, merge: int, temporal: int) -> Tensor:
+    """Returns the patches of an image, float32 [patches, 3 * temporal * patch * patch].
+
+    Squares of merge x merge patches lie one after the other, row by row.
+
+    Args:
+        pixels: uint8 [rows, columns, 3]; both are multiples of patch * merge.
+        values: float32 [3, 256], the number that a byte of each channel becomes.
+        temporal: frames of a patch, which are all equal.
+    """
+    rows, columns, _ = pixels.shape
+    channels = [values[channel][pixels[..., channel].long()] for channel in range(3)]
+    down, across = rows // (patch * merge), columns // (patch * merge)
+    cut = torch.stack(channels).view(3, down, merge, patch, across, merge, patch)
+    cut = cut.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
+    cut = cut.expand(-1, -1, -1, -1, -1, temporal, -1, -1)
+    return cut.reshape(down * across * merge * merge, -1)
