@@ -207,18 +207,14 @@ def _take_part(item: Any, param: str, parts: list[PromptPart]) -> Any:
         parts: gets the item's part, if it is no text.
     """
     kind = item.get("type") if isinstance(item, Mapping) else None
-    if not isinstance(kind, str) or kind in _TEXTS:
+    family = next((name for name in ("image", "video", "audio") if name in str(kind)), None)
+    if family is None:
         return item
-    family = next((name for name in ("image", "video", "audio") if name in kind), kind)
     source, detail = item.get(kind, item.get(family)), "auto"
     if isinstance(source, Mapping):
         source, detail = source.get("url"), source.get("detail", "auto")
     parts.append(PromptPart(family, source, param, detail))
     return {"type": family}
-
-
-_TEXTS = ("text", "input_text", "output_text", "refusal", "thinking")
-"""Types of parts that are text."""
 
 
 def as_conversations(messages: object) -> list[Sequence[Mapping[str, Any]]]:

@@ -110,9 +110,13 @@ class ImageHook(ProgramHook, HostHook):
 
     def batch(self, rows: StepRows, batch: ForwardBatch, altered: bool) -> None:
         if altered:
-            found = span_rows(rows, batch.positions, self._spans)
-            batch.given = GivenRows(found.index, self._table, 1 + self._tower.levels)
-            batch.rotary = found.rotary
+            index, batch.rotary = span_rows(rows, batch.positions, self._spans)
+            batch.given = GivenRows(index, self._table, 1 + self._tower.levels)
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
 
 
 class _Clock:
@@ -126,7 +130,7 @@ class _Clock:
 
     def __enter__(self) -> None:
         if self._on_device:
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began, ended = (_event() for _ in range(2))
             began.record()
             self._events.append((began, ended))
         self._began = time.perf_counter()
@@ -139,7 +143,7 @@ class _Clock:
 
     def seconds(self) -> float:
         """Returns the time of all work that has ended."""
-        while self._events and self._events[0][1].query():
+        while self._events and self._events[0][1].query():  # type: ignore[no-untyped-call]
             began, ended = self._events.popleft()
             self._total += began.elapsed_time(ended) / 1e3
         return self._total

@@ -24,6 +24,7 @@ from quire.features.images.image_sources import (
     decode_data_uri,
     is_data_uri,
     refused,
+    too_large,
 )
 from quire.features.images.model_settings import refusal
 from quire.features.images.placement import LoadedImage, place_images
@@ -125,6 +126,11 @@ class ImageReader(PromptReader):
         source, kind = part.source, None
         if isinstance(source, str):
             source, kind = self._bytes_of(source, part.param)
+        if isinstance(source, Path):
+            size = source.stat().st_size
+            if size > self._settings.max_image_bytes:
+                raise too_large(size, self._settings.max_image_bytes, part.param)
+            source = source.read_bytes()
         if isinstance(source, bytes):
             return processor.open(source, self._limits, kind)
         return processor.convert(source, self._limits)

@@ -32,7 +32,7 @@ class SharedPixels:
         self.size = pixels.shape[1], pixels.shape[0]
         self._fd = os.memfd_create("quire-pixels", os.MFD_CLOEXEC)
         weakref.finalize(self, _close, self._fd, pixels.nbytes, on_close)
-        view = memoryview(np.ascontiguousarray(pixels)).cast("B")
+        view = np.ascontiguousarray(pixels).data.cast("B")
         while view:
             view = view[os.write(self._fd, view) :]
 

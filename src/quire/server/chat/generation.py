@@ -53,7 +53,7 @@ async def prepare(
     """
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
-    parts = await load_parts(state, dialogue.parts)
+    parts = await load_parts(state, dialogue.parts, context)
 
     def build() -> ChatGeneration:
         most = state.client.config.scheduler.max_model_len
@@ -76,7 +76,7 @@ async def prepare(
     return generation
 
 
-async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
+async def count(state: ServerState, dialogue: Dialogue, context: RequestContext) -> list[int]:
     """Returns the prompt's token ids without running it.
 
     Raises:
@@ -84,7 +84,7 @@ async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
     """
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
-    parts = await load_parts(state, dialogue.parts)
+    parts = await load_parts(state, dialogue.parts, context)
 
     def build() -> list[int]:
         return place_parts(state, render_prompt(tokenizer, dialogue).token_ids, parts)[0]

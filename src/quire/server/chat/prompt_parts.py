@@ -10,7 +10,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.arrays import int32
@@ -18,6 +18,7 @@ from quire.features.call import PromptInputs, PromptPart
 from quire.server.errors import ApiError
 
 if TYPE_CHECKING:
+    from quire.server.context.request_context import RequestContext
     from quire.server.state import ServerState
 
 _SEPARATOR = "\n\n"
@@ -96,11 +97,14 @@ def _shown(part: PromptPart) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": part.source, "detail": part.detail}}
 
 
-async def load_parts(state: ServerState, parts: Sequence[PromptPart]) -> Sequence[Any]:
+async def load_parts(
+    state: ServerState, parts: Sequence[PromptPart], context: RequestContext
+) -> Sequence[Any]:
     """Reads the parts of a request, off the event loop.
 
     Raises:
         RequestError: a part cannot be used; names its field.
+        ApiError: 404, the request's key has no such file.
     """
     if not parts:
         return ()
@@ -112,7 +116,21 @@ async def load_parts(state: ServerState, parts: Sequence[PromptPart]) -> Sequenc
             param=parts[0].param,
             code="unsupported_parameter",
         )
-    return await reader.load(parts)
+    return await reader.load([_with_path(state, part, context.key.digest) for part in parts])
+
+
+def _with_path(state: ServerState, part: PromptPart, owner: bytes) -> PromptPart:
+    """Returns a part with the path of its file of `/v1/files`, if it names one."""
+    if not isinstance(part.source, StoredFile):
+        return part
+    if state.file_path is None:
+        raise ApiError(
+            404,
+            "This server keeps no files (see --batch-dir).",
+            param=part.param,
+            code="no_batch_dir",
+        )
+    return replace(part, source=state.file_path(part.source.id, owner, part.param))
 
 
 def place_parts(

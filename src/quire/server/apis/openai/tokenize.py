@@ -135,7 +135,7 @@ async def tokenize(request: Request) -> Response:
         tokens = await _computed(state, tokenized, len(text))
     else:
         dialogue = rendered_only(state, body, body.messages)
-        parts = await load_parts(state, dialogue.parts)
+        parts = await load_parts(state, dialogue.parts, context_of(request))
 
         def conversation() -> list[int]:
             return place_parts(state, _conversation(tokenizer, dialogue, body), parts)[0]
