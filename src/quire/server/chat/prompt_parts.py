@@ -112,7 +112,7 @@ async def load_parts(
     if reader is None:
         raise ApiError(
             400,
-            f"Invalid value for '{parts[0].param}': only text is supported.",
+            f"Invalid value for '{parts[0].param}': images are not supported.",
             param=parts[0].param,
             code="unsupported_parameter",
         )
