@@ -170,7 +170,7 @@ def test_ids_of_the_cache() -> None:
 def test_parameters_that_read_the_prompt(
     towers: list[PixelTokens], llms: Any, params: dict[str, Any]
 ) -> None:
-    """They see the placeholder at each of the image's positions, and no id of the cache."""
+    """The placeholder stands at each of the image's positions, and no id of the cache does."""
     asked = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, **params)
     llm = llms()
     prompt = with_images(TEXT, picture(tokens(1, 24)), TEXT)

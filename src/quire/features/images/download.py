@@ -47,7 +47,7 @@ def fetch(
         first = parts.hostname or ""
         try:
             found, data = _get(parts, most, deadline, param)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             if time.monotonic() >= deadline:
                 raise refused(
                     param,

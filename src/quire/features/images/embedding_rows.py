@@ -1,4 +1,4 @@
-"""Which rows of the device's table hold the embeddings of which image."""
+"""Books rows of the device's table for the embeddings of images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plans tell the ranks about images, and what a rank tells the scheduler's part."""
+"""Defines the words of plans about images, and the facts that the first rank reports."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class ImageFeature(Feature, LoopFeature):
         self._requests: dict[str, _Images] = {}
         """By the name that a request's completions share."""
         self._spans: list[list[Span]] = [[] for _ in range(config.scheduler.max_num_seqs)]
-        """What the device knows of each lane's images."""
+        """By lane, its images as the device knows them."""
         self._booked = 0
         """Positions of images that were booked for the next step."""
         self._planned = self._collected = 0

@@ -39,7 +39,7 @@ class ImageHook(ProgramHook, HostHook):
         self._config = config
         self._settings = ImageArgs.of(config.args)
         self._has_images = np.zeros(config.scheduler.max_num_seqs, dtype=bool)
-        self._clock: _Clock
+        self._clock: _EncoderClock
 
     def attach(self, model: Decoder) -> None:
         path, args = Path(self._config.model_path), self._config.args
@@ -54,7 +54,7 @@ class ImageHook(ProgramHook, HostHook):
             seed=args.seed,
         )
         self._processor = ImageProcessor.from_folder(path, found)
-        self._clock = _Clock(model.device)
+        self._clock = _EncoderClock(model.device)
         tower = self._tower
         row_bytes = tower.width * tower.dtype.itemsize
         rows = int(self._settings.image_cache_gb * 1e9) // row_bytes
@@ -119,7 +119,7 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-class _Clock:
+class _EncoderClock:
     """Measures the device's time for what runs within it."""
 
     def __init__(self, device: torch.device) -> None:

@@ -7,6 +7,7 @@ requests are bounded: a flood of images waits here, and text passes it.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ from quire.features.images.processor import (
     ImageProcessor,
 )
 from quire.features.images.shared_pixels import SharedPixels
-from quire.models.config import load_config
+from quire.system import read_bounded
 
 _THREADS = min(8, os.cpu_count() or 1)
 _MOST_PIXEL_BYTES = 1 << 30
@@ -57,7 +58,9 @@ class ImageReader(PromptReader):
         self.processor: ImageProcessor | None = None
         if config.images:
             path = Path(config.model_path)
-            self.processor = ImageProcessor.from_folder(path, load_config(path))
+            # `load_config` would import torch, which API processes do without.
+            stored = json.loads(read_bounded(path / "config.json"))
+            self.processor = ImageProcessor.from_folder(path, stored)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
         self._slots: asyncio.Semaphore | None = None
         self._room = PixelRoom(_MOST_PIXEL_BYTES)
