@@ -13,13 +13,14 @@ class ImageRows:
     """The rows of one image.
 
     Attributes:
+        key: identifies the image.
         first: its first row.
         count: number of its rows, which lie one after the other.
         encoded: whether a plan has filled the rows.
         users: the requests whose next steps read the rows, by id.
     """
 
-    digest: bytes
+    key: bytes
     first: int
     count: int
     encoded: bool = False
@@ -45,13 +46,13 @@ class EmbeddingRows:
         self.used = 0
         self._images: OrderedDict[bytes, ImageRows] = OrderedDict()
 
-    def find(self, digest: bytes) -> ImageRows | None:
-        found = self._images.get(digest)
+    def find(self, key: bytes) -> ImageRows | None:
+        found = self._images.get(key)
         if found is not None:
-            self._images.move_to_end(digest)
+            self._images.move_to_end(key)
         return found
 
-    def book(self, digest: bytes, count: int) -> ImageRows | None:
+    def book(self, key: bytes, count: int) -> ImageRows | None:
         """Returns rows for an image that has none, or None if requests use too many of them."""
         first = self._gap(count)
         for image in [each for each in self._images.values() if not each.in_use]:
@@ -62,11 +63,11 @@ class EmbeddingRows:
         if first is None:
             return None
         self.used += count
-        booked = self._images[digest] = ImageRows(digest, first, count)
+        booked = self._images[key] = ImageRows(key, first, count)
         return booked
 
     def drop(self, image: ImageRows) -> None:
-        del self._images[image.digest]
+        del self._images[image.key]
         self.used -= image.count
 
     def _gap(self, count: int) -> int | None:

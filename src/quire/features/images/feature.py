@@ -156,7 +156,7 @@ class ImageFeature(Feature, LoopFeature):
     def release(self, request: Request) -> bool:
         found = self._images(request)
         for image in () if found is None else found.images:
-            rows = self._rows.find(image.item.digest)
+            rows = self._rows.find(_key(image.item, request))
             if rows is not None:
                 self._leave(rows, request)
         return False
@@ -191,11 +191,11 @@ class ImageFeature(Feature, LoopFeature):
     def _book(self, item: PlacedImage, request: Request) -> bool:
         """Books rows for an image, or returns False: there are too few, or the next step encodes
         enough images."""
-        rows = self._rows.find(item.digest)
+        rows = self._rows.find(_key(item, request))
         if rows is None:
             if self._booked and self._booked + item.tokens > self._budget:
                 return False
-            rows = self._rows.book(item.digest, item.tokens)
+            rows = self._rows.book(_key(item, request), item.tokens)
             if rows is None:
                 return False
             self._booked += item.tokens
@@ -237,7 +237,7 @@ class ImageFeature(Feature, LoopFeature):
             for place, image in enumerate(found.images):
                 if image.end <= end - int(builder.q_len[row]) or image.item.start >= end:
                     continue
-                rows = self._rows.find(image.item.digest)
+                rows = self._rows.find(_key(image.item, request))
                 if rows is None:
                     raise RuntimeError("a step computes an image without rows for its embeddings")
                 if not rows.encoded:
@@ -297,6 +297,12 @@ class ImageFeature(Feature, LoopFeature):
         for _, fd in self._closing:
             os.close(fd)
         self._closing.clear()
+
+
+def _key(item: PlacedImage, request: Request) -> bytes:
+    """Returns the key of an image's embeddings. Tenants with different salts share none, or the
+    time to the first token would tell one which images another has."""
+    return item.digest + request.cache_salt.encode()
 
 
 def _span(item: PlacedImage, row: int) -> Span:
