@@ -15,6 +15,7 @@ from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from quire.layers.layout import MixerLayout, block_bytes
+from quire.layers.parameter_slice import LoadableModel
 from quire.layers.residual import Residual
 from quire.layers.rotary import RopeSpec, RotaryTable
 from quire.models.general_block import general_block
@@ -47,7 +48,7 @@ class Block(nn.Module):
         return max(mixer, mlp)
 
 
-class DecoderLayers(nn.Module):
+class DecoderLayers(LoadableModel):
     """The layers of a model, and the layout of their KV.
 
     Attributes:
@@ -56,6 +57,7 @@ class DecoderLayers(nn.Module):
         gives_logits: whether this process has the head. Only the last stage of a pipeline has it.
     """
 
+    spec: ModelSpec
     gives_logits = True
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
@@ -161,12 +163,6 @@ class DecoderLayers(nn.Module):
         groups = [batch.groups[index] for index in self._layer_groups]
         own = self.own[: self._shallow] if shallow else self.own
         return [(self.layers[i], groups[i], cache) for i, cache in zip(own, kv, strict=False)]
-
-    def finish(self) -> None:
-        """Ends loading: calls `finish` of all submodules that have it."""
-        for module in self.modules():
-            if module is not self and callable(finish := getattr(module, "finish", None)):
-                finish()
 
 
 class Decoder(DecoderLayers):

@@ -13,12 +13,17 @@ import transformers
 from PIL import Image
 
 from quire import LLM, SamplingParams
-from quire.features.images.processor import ImageLimits, ImageProcessor
+from quire.features.images.processor import ImageProcessor
 from quire.models.config import load_config
 from tests.features.images.checkpoints import CASES, TOKENS, save_checkpoint
 
 IMAGE = TOKENS["image_token_id"]
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+WORDS = 99
+"""Ids below are text."""
+COUNT = 12
+GREEDY = SamplingParams(
+    max_tokens=COUNT, temperature=0.0, ignore_eos=True, allowed_token_ids=tuple(range(WORDS))
+)
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
@@ -54,41 +59,29 @@ class Checkpoint:
         self._own = ImageProcessor.from_folder(folder, load_config(folder))
         self._known: dict[int, list[int]] = {}
 
-    def tokens(self, place: int, count: int = 12) -> list[int]:
+    def tokens(self, place: int) -> list[int]:
         """Returns the continuation of `PROMPTS[place]`."""
         if place not in self._known:
             self._known[place] = self._generate(PROMPTS[place])
-        return self._known[place][:count]
+        return self._known[place]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _generate(self, asked: dict[str, Any]) -> list[int]:
         images = asked.get("multi_modal_data", {}).get("image", [])
-        counts = [
-            self._own.size(image.width, image.height).tokens
-            for image in (self._own.convert(each, ImageLimits()) for each in images)
-        ]
+        grids = [self._own.size(image.width, image.height) for image in images]
         ids: list[int] = []
-        left = iter(counts)
+        left = iter(grids)
         for token in asked["prompt_token_ids"]:
-            ids += [IMAGE] * next(left) if token == IMAGE else [token]
-        inputs: dict[str, Any] = {}
-        if images:
-            found = self._processor(images=images, return_tensors="pt")
-            inputs = {
-                "pixel_values": found["pixel_values"],
-                "image_grid_thw": found["image_grid_thw"],
-            }
-            if "mm_token_type_ids" in transformers_arguments(self.model):
-                inputs["mm_token_type_ids"] = torch.tensor([[int(id == IMAGE) for id in ids]])
-        out = self.model.generate(
-            torch.tensor([ids]), **inputs, do_sample=False, max_new_tokens=12, min_new_tokens=12,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        return out[0, len(ids) :].tolist()
-
-
-def transformers_arguments(model: Any) -> Any:
-    return model.forward.__code__.co_varnames
+            ids += [IMAGE] * next(left).tokens if token == IMAGE else [token]
+        found = self._processor(images=images, return_tensors="pt") if images else {}
+        inputs = {name: found[name] for name in found if name in ("pixel_values", "image_grid_thw")}
+        length = len(ids)
+        while len(ids) < length + COUNT:
+            given = torch.tensor([ids])
+            kinds = (given == IMAGE).int()
+            logits = self.model(input_ids=given, mm_token_type_ids=kinds, **inputs).logits
+            ids.append(int(logits[0, -1, :WORDS].argmax()))
+        return ids[length:]
 
 
 @pytest.fixture(scope="module")

@@ -73,8 +73,8 @@ def bicubic_taps(size: int, wanted: int) -> tuple[npt.NDArray[np.int32], npt.NDA
         wanted: pixels after the resize.
 
     Returns:
-        int32 [wanted], the first pixel; and int32 [wanted, taps], the weights of that pixel and
-        those behind it. Weights past the last pixel are 0.
+        int32 [wanted], the first pixel of each sum. int32 [wanted, taps], the weights of the pixels
+        from there on. Weights past the last pixel are 0.
     """
     scale = size / wanted
     stretch = max(scale, 1.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.rows import StepRows
@@ -126,3 +128,37 @@ def cut_patches(pixels: Tensor, values: Tensor, *, patch: int, merge: int, tempo
     cut = cut.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
     cut = cut.expand(-1, -1, -1, -1, -1, temporal, -1, -1)
     return cut.reshape(down * across * merge * merge, -1)
+
+
+def rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
+    """Rotates heads in place, and returns them.
+
+    Args:
+        heads: [T, any, heads, D], with any strides between tokens. Dimensions i and i + D / 2 of a
+            head are a pair.
+        angles: float32 [T, D], the cosines of all pairs, then their sines.
+    """
+    cos, sin = angles[:, None, None].chunk(2, dim=-1)
+    first, second = heads.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return heads.copy_(turned)
+
+
+def segment_attention(qkv: Tensor, starts: Tensor, longest: int, scale: float) -> Tensor:
+    """Returns the outputs of attention within segments, [T, heads, D].
+
+    Args:
+        qkv: [T, 3, heads, D], queries, keys and values.
+        starts: int32 [segments + 1], the first token of each segment, and the end of the last.
+            Outputs of tokens behind it are undefined.
+        longest: most tokens of a segment.
+        scale: multiplies scores.
+    """
+    del longest  # Kernels need it for their launch.
+    out = torch.zeros_like(qkv[:, 0])
+    ends = starts.tolist()
+    for low, high in itertools.pairwise(ends):
+        q, k, v = qkv[low:high].permute(1, 2, 0, 3).unsqueeze(1)
+        own = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        out[low:high] = own.squeeze(0).transpose(0, 1)
+    return out
