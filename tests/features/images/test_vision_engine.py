@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import transformers
 from PIL import Image
 
 from quire import LLM, SamplingParams
+from quire.errors import RequestError
 from quire.features.images.processor import ImageProcessor
 from quire.models.config import load_config
 from tests.features.images.checkpoints import CASES, TOKENS, save_checkpoint
@@ -123,3 +126,85 @@ def test_the_tokens_of_transformers(case: str, checkpoints: Any, llms: Any) -> N
     assert out(llm) == expected
     assert out(llm) == expected  # from the prefix cache
     assert llm.stats().images.images == 12
+
+
+EXPECTED = range(len(PROMPTS))
+
+
+@pytest.mark.parametrize("case", ["qwen3-vl", "qwen3.5"])
+def test_chunks_preemption_and_few_rows(case: str, checkpoints: Any, llms: Any) -> None:
+    """Three-part positions and DeepStack hold at any border of a chunk, and after a preemption."""
+    checkpoint = checkpoints(case)
+    expected = [checkpoint.tokens(place) for place in EXPECTED]
+    small = llms(checkpoint.folder, max_num_batched_tokens=13, image_step_tokens=20)
+    assert out(small) == expected
+    longer = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    tight = llms(checkpoint.folder, num_kv_blocks=14, max_model_len=192)
+    assert out(tight, PROMPTS[:1] * 3, longer) == out(small, PROMPTS[:1] * 3, longer)
+    if case == "qwen3-vl":
+        assert tight.stats().preemptions > 0
+
+
+def test_a_second_question_costs_its_text(checkpoints: Any, llms: Any) -> None:
+    checkpoint = checkpoints("qwen3-vl")
+    llm = llms(checkpoint.folder)
+    first = prompt(TEXT, WIDE, TEXT[:7])
+    second = prompt(TEXT, WIDE, TEXT[5:9])
+    out(llm, first)
+    encoded = llm.stats().images.encoded
+    (found,) = llm.generate(second, GREEDY, use_tqdm=False)
+    image = found.prompt_token_ids.count(IMAGE)
+    assert found.num_cached_tokens == len(TEXT) + 1 + image + 1
+    assert llm.stats().images.encoded == encoded
+
+
+def test_conversations(checkpoints: Any, llms: Any) -> None:
+    """`LLM.chat` takes images as vLLM's does, and gives what `generate` gives."""
+    folder = checkpoints("qwen3-vl").folder
+    llm = llms(folder)
+    stream = io.BytesIO()
+    SMALL.save(stream, "PNG")
+    uri = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    texts = []
+    for part in (
+        {"type": "image_url", "image_url": {"url": uri}},
+        {"type": "image_pil", "image_pil": SMALL},
+    ):
+        content = [{"type": "text", "text": "ab"}, part, {"type": "text", "text": "cd"}]
+        (found,) = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
+        texts.append(found.outputs[0].token_ids)
+    text = "<user>ab<|vision_start|><|image_pad|><|vision_end|>cd<assistant>"
+    ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    asked = {"prompt_token_ids": ids, "multi_modal_data": {"image": SMALL}}
+    texts += out(llm, asked)
+    assert texts == [texts[0]] * 3
+    with pytest.raises(RequestError, match=r"messages\[0\].content\[0\].*'video'"):
+        llm.chat([{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}])
+
+
+@pytest.mark.parametrize("case", ["qwen3-vl", "qwen3.5"])
+def test_two_ranks(case: str, checkpoints: Any, llms: Any) -> None:
+    """Every rank holds the tower, and reads the pixels from memory that all share."""
+    checkpoint = checkpoints(case)
+    llm = llms(checkpoint.folder, tensor_parallel_size=2)
+    assert out(llm) == [checkpoint.tokens(place) for place in EXPECTED]
+
+
+def test_a_quantized_language_model(checkpoints: Any, llms: Any) -> None:
+    """The tower stays as it is; pieces of a prompt and its whole give the same tokens."""
+    folder = checkpoints("qwen3-vl").folder
+    whole = llms(folder, quantization="int8", enable_prefix_caching=False)
+    small = llms(folder, quantization="int8", max_num_batched_tokens=13)
+    assert out(small) == out(whole)
+
+
+def test_stages_and_settings_that_rule_images_out(checkpoints: Any, llms: Any) -> None:
+    folder = checkpoints("qwen3-vl").folder
+    for settings, message in (
+        ({"language_model_only": True}, "--language-model-only"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+    ):
+        llm = llms(folder, **settings)
+        with pytest.raises(RequestError, match=message):
+            out(llm, PROMPTS[0])
+        assert len(out(llm, PROMPTS[3])[0]) == COUNT
