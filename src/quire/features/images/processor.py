@@ -293,6 +293,31 @@ class ImageProcessor:
         height, width, _ = pixels.shape
         return DecodedImage(np.ascontiguousarray(pixels), width, height)
 
+    def convert(self, image: object, limits: ImageLimits) -> DecodedImage:
+        """Returns an image of a caller of `LLM`.
+
+        Args:
+            image: a Pillow image, or an array, uint8 [height, width, 3].
+            limits: as in `open`.
+
+        Raises:
+            ImageError: it is neither, or has too many pixels.
+        """
+        if isinstance(image, Image.Image):
+            _check_pixels(image, limits)
+            pixels = np.asarray(_opaque(ImageOps.exif_transpose(image)))
+        elif hasattr(image, "__array__"):
+            pixels = np.asarray(image)
+        else:
+            raise ImageError(f"{type(image).__name__} is no image.")
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+            raise ImageError(
+                f"An array must be uint8 [height, width, 3], not {pixels.dtype} "
+                f"{list(pixels.shape)}."
+            )
+        height, width, _ = pixels.shape
+        return DecodedImage(np.ascontiguousarray(pixels), width, height)
+
     def digest(self, image: DecodedImage, grid: ImageGrid) -> bytes:
         """Returns 32 bytes that identify the tower's output for an image.
 
@@ -418,6 +443,12 @@ def _check(
     """Raises ImageError for an image that must not be decoded. Its header is read already."""
     if image.format not in known:
         raise ImageError(f"The image is a {image.format} file, but declared as {media_type}.")
+    _check_pixels(image, limits)
+    if image.format != _CAMERA and getattr(image, "is_animated", False):
+        raise ImageError("The image has several frames; send one frame, or a file for each.")
+
+
+def _check_pixels(image: Image.Image, limits: ImageLimits) -> None:
     width, height = image.size
     if width * height > limits.max_pixels:
         raise ImageError(
@@ -425,8 +456,6 @@ def _check(
             "allowed.",
             "image_too_large",
         )
-    if image.format != _CAMERA and getattr(image, "is_animated", False):
-        raise ImageError("The image has several frames; send one frame, or a file for each.")
 
 
 def _opaque(image: Image.Image) -> Image.Image:
