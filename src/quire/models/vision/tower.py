@@ -84,7 +84,7 @@ class VisionLayer(nn.Module):
         spec = self.spec
         qkv = self.qkv(x, norm=self.norm1).view(len(x), 3, spec.heads, spec.head_dim)
         rotate_heads(qkv[:, :2], angles)
-        heads = segment_attention(qkv, segments.starts, segments.longest, spec.head_dim**-0.5)
+        heads = segment_attention(qkv, segments.starts, segments.longest)
         x = self.out(heads.reshape(x.shape), residual=x)
         states: Tensor = self.down(self.up(x, norm=self.norm2, act=spec.act), residual=x)
         return states

@@ -144,21 +144,22 @@ def rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
     return heads.copy_(turned)
 
 
-def segment_attention(qkv: Tensor, starts: Tensor, longest: int, scale: float) -> Tensor:
+def segment_attention(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
     """Returns the outputs of attention within segments, [T, heads, D].
+
+    Scores are divided by the root of D.
 
     Args:
         qkv: [T, 3, heads, D], queries, keys and values.
         starts: int32 [segments + 1], the first token of each segment, and the end of the last.
             Outputs of tokens behind it are undefined.
         longest: most tokens of a segment.
-        scale: multiplies scores.
     """
     del longest  # Kernels need it for their launch.
     out = torch.zeros_like(qkv[:, 0])
     ends = starts.tolist()
     for low, high in itertools.pairwise(ends):
         q, k, v = qkv[low:high].permute(1, 2, 0, 3).unsqueeze(1)
-        own = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        own = F.scaled_dot_product_attention(q, k, v)
         out[low:high] = own.squeeze(0).transpose(0, 1)
     return out
