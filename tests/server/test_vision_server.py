@@ -54,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     files = str(tmp_path_factory.mktemp("batches"))
     flags = ("--max-num-batched-tokens", "64", "--image-cache-gb", "0.01", "--batch-dir", files)
+    flags += ("--ollama-api", "0")
     found = start_server(str(folder), "--dtype", "float32", *flags)
     yield found
     found.stop(signal.SIGKILL)
@@ -89,27 +90,13 @@ def test_all_apis_answer_alike(server: Server) -> None:
         "type": "image",
         "source": {"type": "base64", "media_type": "image/png", "data": text64(data)},
     }
-    messages = post(
-        server,
-        "/v1/messages",
-        {
-            **GREEDY,
-            "max_tokens": COUNT,
-            "messages": [{"role": "user", "content": [block, {"type": "text", "text": question}]}],
-        },
-    ).json()
+    content: list[Any] = [block, {"type": "text", "text": question}]
+    body = {**GREEDY, "max_tokens": COUNT, "messages": [{"role": "user", "content": content}]}
+    messages = post(server, "/v1/messages", body).json()
     part = {"type": "input_image", "image_url": uri(data)}
-    responses = post(
-        server,
-        "/v1/responses",
-        {
-            **GREEDY,
-            "max_output_tokens": COUNT,
-            "input": [
-                {"role": "user", "content": [part, {"type": "input_text", "text": question}]}
-            ],
-        },
-    ).json()
+    content = [part, {"type": "input_text", "text": question}]
+    body = {**GREEDY, "max_output_tokens": COUNT, "input": [{"role": "user", "content": content}]}
+    responses = post(server, "/v1/responses", body).json()
     ollama = post(
         server,
         "/api/chat",
