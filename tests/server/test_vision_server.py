@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.features.images.checkpoints import save_checkpoint
+from tests.features.images.checkpoints import CASES, save_checkpoint
 from tests.server.server_process import MODEL, Server, start_server
 
 COUNT = 8
@@ -39,15 +39,19 @@ def uri(data: bytes) -> str:
     return f"data:image/png;base64,{text64(data)}"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("vision")
-    save_checkpoint("qwen3-vl", made)
+def checkpoint(case: str, made: Path) -> Path:
+    """Writes a case's checkpoint to a folder, and returns the folder."""
+    save_checkpoint(case, made)
     weights = load_file(made / "model.safetensors")
     # Only tokens of characters have logits other than 0, so all answers have a text.
     weights["lm_head.weight"][[*range(10), *range(90, 211)]] = 0
     save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint("qwen3-vl", tmp_path_factory.mktemp("vision"))
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +86,22 @@ def chat(server: Server, *content: Any) -> Any:
 
 
 def test_all_apis_answer_alike(server: Server) -> None:
+    compare_apis(server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case != "qwen3-vl"])
+def test_other_families(case: str, tmp_path: Path) -> None:
+    flags = ("--dtype", "float32", "--image-cache-gb", "0.01", "--ollama-api", "0")
+    found = start_server(str(checkpoint(case, tmp_path)), *flags)
+    try:
+        compare_apis(found)
+    finally:
+        found.stop(signal.SIGKILL)
+
+
+def compare_apis(server: Server) -> None:
+    """Asks all APIs about one image."""
     data, question = png(1), "what is it"
     first = chat(server, data, question)
     text, count = first["choices"][0]["message"]["content"], first["usage"]["prompt_tokens"]

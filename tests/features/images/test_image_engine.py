@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 import quire
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
 from quire.features.images.placement import image_ids
+from quire.features.lora import LoRARequest
 from tests.features.images.stand_in import TOKEN_ID, PixelTokens, install, picture
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -247,3 +249,25 @@ def test_engines_without_images(towers: list[PixelTokens], llms: Any) -> None:
     with pytest.raises(RequestError, match="--language-model-only"):
         out(llm, with_images(TEXT, picture([1] * 9), TEXT))
     assert not towers
+
+
+def test_adapters(towers: list[PixelTokens], llms: Any, tmp_path: Path) -> None:
+    """An adapter changes the language half, and its requests share no KV with others."""
+    pytest.importorskip("peft")
+    from tests.features.lora.peft_adapters import make_adapter
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED / "quire-tiny")
+    make_adapter(model, tmp_path / "one", 1, target_modules=["q_proj", "down_proj"])
+    asked = LoRARequest("one", str(tmp_path / "one"))
+    image = tokens(1, 24)
+    llm = llms(enable_lora=True)
+
+    def run(prompt: Any) -> Any:
+        return llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=[asked, None])
+
+    prompt, text = with_images(TEXT, picture(image), TEXT), TEXT + image + TEXT
+    found = run([prompt, prompt])
+    expected = run([{"prompt_token_ids": text}] * 2)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert found[0].outputs[0].token_ids != found[1].outputs[0].token_ids
+    assert towers[0].encoded == [24]

@@ -19,6 +19,7 @@ from quire.errors import RequestError
 from quire.features.images.processor import ImageProcessor
 from quire.models.config import load_config
 from tests.features.images.checkpoints import CASES, TOKENS, save_checkpoint
+from tests.slow import slow
 
 IMAGE = TOKENS["image_token_id"]
 WORDS = 99
@@ -131,7 +132,13 @@ def test_the_tokens_of_transformers(case: str, checkpoints: Any, llms: Any) -> N
 EXPECTED = range(len(PROMPTS))
 
 
-@pytest.mark.parametrize("case", ["qwen3-vl", "qwen3.5"])
+FAMILIES = [
+    case if case in ("qwen3-vl", "qwen3.5") else slow(case) for case in CASES
+]  # fmt: skip
+"""The other cases run with the slow tests."""
+
+
+@pytest.mark.parametrize("case", FAMILIES)
 def test_chunks_preemption_and_few_rows(case: str, checkpoints: Any, llms: Any) -> None:
     """Three-part positions and DeepStack hold at any border of a chunk, and after a preemption."""
     checkpoint = checkpoints(case)
@@ -143,6 +150,24 @@ def test_chunks_preemption_and_few_rows(case: str, checkpoints: Any, llms: Any) 
     assert out(tight, PROMPTS[:1] * 3, longer) == out(small, PROMPTS[:1] * 3, longer)
     if case == "qwen3-vl":
         assert tight.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_drafts_and_a_disk_tier(case: str, checkpoints: Any, llms: Any, tmp_path: Path) -> None:
+    checkpoint = checkpoints(case)
+    expected = [checkpoint.tokens(place) for place in EXPECTED]
+    settings = {
+        "speculative": {"method": "suffix", "lookup_min": 1},
+        "host_cache_gb": 0.05,
+        "disk_cache": str(tmp_path),
+    }
+    first = llms(checkpoint.folder, **settings)
+    assert out(first) == expected
+    assert out(first) == expected
+    first.shutdown()
+    second = llms(checkpoint.folder, **settings)
+    assert out(second) == expected
+    assert second.stats().tiers.disk_hit_tokens > 0
 
 
 def test_a_second_question_costs_its_text(checkpoints: Any, llms: Any) -> None:
@@ -182,7 +207,7 @@ def test_conversations(checkpoints: Any, llms: Any) -> None:
         llm.chat([{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}])
 
 
-@pytest.mark.parametrize("case", ["qwen3-vl", "qwen3.5"])
+@pytest.mark.parametrize("case", FAMILIES)
 def test_two_ranks(case: str, checkpoints: Any, llms: Any) -> None:
     """Every rank holds the tower, and reads the pixels from memory that all share."""
     checkpoint = checkpoints(case)
@@ -190,9 +215,10 @@ def test_two_ranks(case: str, checkpoints: Any, llms: Any) -> None:
     assert out(llm) == [checkpoint.tokens(place) for place in EXPECTED]
 
 
-def test_a_quantized_language_model(checkpoints: Any, llms: Any) -> None:
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_quantized_language_model(case: str, checkpoints: Any, llms: Any) -> None:
     """The tower stays as it is; pieces of a prompt and its whole give the same tokens."""
-    folder = checkpoints("qwen3-vl").folder
+    folder = checkpoints(case).folder
     whole = llms(folder, quantization="int8", enable_prefix_caching=False)
     small = llms(folder, quantization="int8", max_num_batched_tokens=13)
     assert out(small) == out(whole)
