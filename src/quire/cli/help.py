@@ -94,7 +94,8 @@ _SHOW_ALL = "quire.help_all"
 
 SUBJECTS = (
     "Model", "Address", "Access", "API", "Device and memory", "Scheduling", "Images",
-    "Speculative decoding", "Kernels", "Processes", "Prefill and decode apart", "Watching", "Sampling",
+    "Speculative decoding", "Kernels", "Processes", "Prefill and decode apart", "Watching",
+    "Sampling",
 )  # fmt: skip
 """The panels of the help, in order. Each setting names its own where it is declared."""
 

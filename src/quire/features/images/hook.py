@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quire.config import EngineConfig
-from quire.executor import WorkerCall
+from quire.executor import StepSeconds, WorkerCall
 from quire.features.images.args import ImageArgs
 from quire.features.images.encoder_steps import COLUMN, ENCODE, TABLE, EncodeEntry, TableFacts
 from quire.features.images.preparation import prepare
@@ -27,6 +27,9 @@ from quire.plan import KVGroup, StepPlan
 from quire.runner.hooks import HostHook, ProgramHook
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
+
+_WARM_UP = (64, 640)
+"""Sides of the images that are encoded at the start."""
 
 
 class ImageHook(ProgramHook, HostHook):
@@ -73,6 +76,15 @@ class ImageHook(ProgramHook, HostHook):
         largest = processor.max_pixels // processor.patch**2
         step = self._settings.image_step_tokens * processor.merge**2
         return self._tower.workspace_bytes(max(largest, step))
+
+    @torch.inference_mode()
+    def seconds(self, program: Any, graphs: Any) -> StepSeconds:
+        """Compiles the kernels, so that the first image does not wait for it."""
+        for side in _WARM_UP if self._device.type == "cuda" else ():
+            grid = self._processor.size(side, side)
+            pixels = torch.zeros(side, side, 3, dtype=torch.uint8, device=self._device)
+            self._tower.encode([prepare(pixels, grid, self._processor.settings)], [grid])
+        return {}
 
     def calls(self) -> Mapping[WorkerCall[Any, Any], Callable[[Any], Any]]:
         return {TABLE: lambda _: self._facts}
