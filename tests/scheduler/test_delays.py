@@ -1,4 +1,4 @@
-"""What the seconds of requests go to."""
+"""The causes to which the seconds of requests go."""
 
 from __future__ import annotations
 

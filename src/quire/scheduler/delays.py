@@ -1,4 +1,4 @@
-"""What the time of requests goes to, from arrival to end."""
+"""The causes to which the time of requests goes, from arrival to end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUEUE = "queue"
 """Waits for its turn, a lane or blocks."""
 SIBLING = "sibling"
 """Waits for the prompt that it shares with its leader."""
-KV = "kv_transfer"
+KV = "kv"
 """Waits for blocks from a lower tier or from another engine."""
 PREEMPTED = "preempted"
 """Waits and computes again after a preemption."""
@@ -25,9 +25,9 @@ PREFILL = "prefill"
 DECODE = "decode"
 """Generates."""
 PROMPTS = "prompts"
-"""Its steps took longer because they computed other prompts."""
+"""Waits because its steps also compute other prompts."""
 INPUTS = "inputs"
-"""Sat steps out because its inputs from the host, such as masks, were late."""
+"""Sits steps out because its inputs from the host, such as masks, are late."""
 
 _WEIGHT = 0.1
 """Weight of the latest step in the time of a typical one."""

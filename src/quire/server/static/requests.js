@@ -5,11 +5,11 @@ import { $, duration, make, number } from "./dom.js";
 
 /** What a request's seconds went to, by cause. */
 const DELAYS = {
-  queue: "waited for its turn", sibling: "waited for the prompt it shares", kv_transfer: "waited for blocks",
+  queue: "waited for its turn", sibling: "waited for the prompt it shares", kv: "waited for blocks",
   adapter: "waited for its adapter", grammar: "waited for its grammar", preempted: "set back",
   prefill: "computed its prompt", decode: "generated", prompts: "slowed by other prompts", inputs: "waited for masks",
 };
-const WAITS = { sibling: "the prompt it shares", kv_transfer: "blocks", adapter: "its adapter", grammar: "its grammar" };
+const WAITS = { sibling: "the prompt it shares", kv: "blocks", adapter: "its adapter", grammar: "its grammar" };
 
 export class Requests {
   /** highlight: told the lane of the request that is pointed at, or null. */
