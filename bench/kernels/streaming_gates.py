@@ -163,9 +163,10 @@ on an H100 runs at about 71 % of 4.25 TB/s."""
 
 @dataclass(frozen=True)
 class Work:
-    """What a variant runs.
+    """The exchanges and copies of a variant.
 
     Attributes:
+        schedule: exchanges, and the number of boxes behind each.
         kinds: the boxes of each kind of weights.
     """
 

@@ -258,7 +258,7 @@ def exchange_words(
     Args:
         words_ptr: words of BITS bits, two buffers of a layer's words in each copy.
         error_ptr: int32, 0 until a wait fails.
-        out_ptr: int32 [PROGRAMS, 3], the final state, the multiprocessor and an unused value.
+        out_ptr: int32 [PROGRAMS, 3], the final state, the multiprocessor and 0.
         base: number of epochs of all runs before.
         SCHEDULE: see `Schedule.text`.
     """

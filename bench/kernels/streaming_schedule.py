@@ -168,13 +168,12 @@ def layer_exchanges(boxes: Sequence[Boxes], words: int = 1024) -> tuple[Exchange
 
 
 def model_exchanges(boxes: Sequence[Boxes]) -> tuple[Exchange, ...]:
-    """Returns the exchanges of a layer of Qwen3-0.6B with the words that its values take.
-
-    They are x; q, k and v as pairs, of which a program reads those of one KV head; the partial sums
-    of attention in four splits, of which a program reads a fourth; four partial sums of x; and the
-    activations as pairs, rounded up to a power of two."""
+    """Returns the exchanges of a layer of Qwen3-0.6B with the words that its values take."""
     qkv, o, gate_up, down = (own.count for own in boxes)
     return (
-        Exchange(1024, 1024, qkv), Exchange(2048, 256), Exchange(8192, 2048, o),
-        Exchange(4096, 4096, gate_up), Exchange(2048, 2048, down),
-    )  # fmt: skip
+        Exchange(1024, 1024, qkv),  # x
+        Exchange(2048, 256),  # pairs of q, k and v; a program reads one KV head's
+        Exchange(8192, 2048, o),  # sums of attention in 4 splits; a program reads 4 heads
+        Exchange(4096, 4096, gate_up),  # 4 partial sums of x
+        Exchange(2048, 2048, down),  # pairs of activations, rounded up to a power of two
+    )
