@@ -206,8 +206,10 @@ def _take_part(item: Any, param: str, parts: list[PromptPart]) -> Any:
     Args:
         parts: gets the item's part, if it is no text.
     """
-    kind = item.get("type") if isinstance(item, Mapping) else None
-    family = next((name for name in ("image", "video", "audio") if name in str(kind)), None)
+    if not isinstance(item, Mapping):
+        return item
+    kind = str(item.get("type"))
+    family = next((name for name in ("image", "video", "audio") if name in kind), None)
     if family is None:
         return item
     source, detail = item.get(kind, item.get(family)), "auto"
