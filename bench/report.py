@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ladder_report
+import memory_report
 import newest_report
 import online_report
 from quire.tools.bench import ablation, plots, startup
@@ -35,6 +36,7 @@ ROOT = RESULTS.parents[1]
 PAGES = (
     ROOT / "README.md",
     ROOT / "WRITEUP.md",
+    ROOT / "docs" / "deploy.md",
     ROOT / "docs" / "performance.md",
     *(
         ROOT / "docs" / "performance" / f"{name}.md"
@@ -368,6 +370,7 @@ def contents(book: Book) -> dict[str, str]:
         "summary": newest_report.summary(machines),
         "newest": newest_report.newest(machines),
         "machines": newest_report.machines(machines),
+        "memory": memory_report.memory(),
         "online": online_report.online(found, peers),
         "percentiles": online_report.percentiles(found, peers),
         "users": online_report.users(found),
