@@ -70,7 +70,7 @@ def machines(found: list[Machine]) -> str:
 
 
 def newest(found: list[Machine]) -> str:
-    """Returns Quire's figures of each machine and model, with the ratios to the best other engine."""
+    """Returns Quire's figures by machine and model, with ratios to the best other engine."""
     rows = []
     for machine in found:
         for model, cases in machine["models"].items():

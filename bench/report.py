@@ -365,6 +365,7 @@ def contents(book: Book) -> dict[str, str]:
     """Returns the text of every place that a page may mark."""
     found, peers = online_report.load(), online_report.load_peers()
     machines = newest_report.load()
+    budgets = [(target, *budget.evaluate(target)) for target in budget.TARGETS]
     return {
         **{name: make(book) for name, make in TABLES.items()},
         "summary": newest_report.summary(machines),
@@ -375,7 +376,7 @@ def contents(book: Book) -> dict[str, str]:
         "percentiles": online_report.percentiles(found, peers),
         "users": online_report.users(found),
         "ladder": ladder_report.rungs(ladder_report.load()),
-        "budget": "\n".join(budget.summary([(t, *budget.evaluate(t)) for t in budget.TARGETS])) + "\n",
+        "budget": "".join(f"{line}\n" for line in budget.summary(budgets)),
     }
 
 
