@@ -29,9 +29,6 @@ from quire.tools.bench.record import BenchRecord, read_jsonl
 from tables import DTYPE, PLAIN, RESULTS, content, dtype_of, marked, replace, table
 from targets import CARD, TARGETS, Target
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
-import budget
-
 ROOT = RESULTS.parents[1]
 PAGES = (
     ROOT / "README.md",
@@ -40,7 +37,7 @@ PAGES = (
     ROOT / "docs" / "performance.md",
     *(
         ROOT / "docs" / "performance" / f"{name}.md"
-        for name in ("cases", "serving", "optimizations", "deterministic", "start", "budget")
+        for name in ("cases", "serving", "optimizations", "deterministic", "start")
     ),
     ROOT / "bench" / "vs_vllm.md",
 )
@@ -365,7 +362,6 @@ def contents(book: Book) -> dict[str, str]:
     """Returns the text of every place that a page may mark."""
     found, peers = online_report.load(), online_report.load_peers()
     machines = newest_report.load()
-    budgets = [(target, *budget.evaluate(target)) for target in budget.TARGETS]
     return {
         **{name: make(book) for name, make in TABLES.items()},
         "summary": newest_report.summary(machines),
@@ -376,7 +372,6 @@ def contents(book: Book) -> dict[str, str]:
         "percentiles": online_report.percentiles(found, peers),
         "users": online_report.users(found),
         "ladder": ladder_report.rungs(ladder_report.load()),
-        "budget": "".join(f"{line}\n" for line in budget.summary(budgets)),
     }
 
 
