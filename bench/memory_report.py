@@ -21,7 +21,7 @@ CARDS = (24, 48, 80, 141)
 SHARE = 0.9
 """Default of `--gpu-memory-utilization`."""
 RESERVE = 5
-"""GB for activations, logits and graphs."""
+"""GB for activations and logits."""
 
 
 def section(folder: str, quantization: str | None) -> dict[str, float]:
