@@ -26,6 +26,7 @@ from tests.server.socket_client import (
     PONG,
     TEXT,
     SocketClient,
+    frame_of,
 )
 
 NOT_IN_THE_TYPES = ("store", "name", "status")
@@ -215,12 +216,32 @@ def test_pages_of_other_origins(server: Scripted) -> None:
 
 def test_other_paths_and_handshakes(server: Scripted) -> None:
     assert SocketClient(server.url, "/v1/models").status == 200  # the upgrade is ignored
-    for headers in (
-        {"Sec-WebSocket-Version": "12"},
-        {"Sec-WebSocket-Key": "short"},
-        {"Upgrade": "h2c"},
+    for headers, status in (
+        ({"Sec-WebSocket-Version": "12"}, 400),
+        ({"Sec-WebSocket-Key": "short"}, 400),
+        ({"X-Long": "a" * 10_000}, 400),
+        ({"Upgrade": "h2c"}, 405),
     ):
-        assert SocketClient(server.url, headers=headers).status == 405
+        client = SocketClient(server.url, headers=headers)
+        assert client.status == status
+        client.socket.close()
+
+
+def test_a_refused_handshake_is_no_error_of_the_server(
+    server: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = SocketClient(server.url, headers={"Origin": "https://evil.example"})
+    refused.rest()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert not caplog.records
+
+
+def test_a_frame_beside_the_handshake(server: Scripted) -> None:
+    speaker(server).say("Yes.")
+    event = {"type": "response.create", "model": MODEL, "input": "a"}
+    client = SocketClient(server.url, behind=frame_of(TEXT, json.dumps(event).encode()))
+    assert client.status == 101
+    assert client.event()["type"] == "response.created"
 
 
 # -- frames ------------------------------------------------------------------------------------

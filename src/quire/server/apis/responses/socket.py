@@ -13,12 +13,13 @@ from typing import Any
 
 import msgspec
 from starlette.types import Message, Scope
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
 from quire.server.apis.responses.items import Item
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
 from quire.server.chat.prompt_memo import PromptMemo
 from quire.server.errors import ApiError, ErrorInfo
+from quire.server.http.websocket import RESTART
 
 CONVERSATION_KEY = "quire.conversation"
 """Scope entry with the `SocketConversation` of a turn."""
@@ -97,12 +98,12 @@ class ResponsesSocket:
         await self._websocket.accept()
         stops = False
         try:
-            while True:
+            while not self._gone.is_set():
                 text = await self._websocket.receive_text()
                 await self._take(text)
         except WebSocketDisconnect as end:
             # The server stops: running turns may end. A client that is gone needs no answers.
-            stops = end.code == 1012
+            stops = end.code == RESTART
         except KeyError:
             await self._websocket.close(1003, "messages are text")
         finally:
@@ -112,7 +113,7 @@ class ResponsesSocket:
                 queue.put_nowait(None)
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if stops:
-            await self._websocket.close(1012, "the server stops")
+            await self._websocket.close(RESTART, "the server stops")
 
     async def _take(self, text: str) -> None:
         """Reads an event of the client, and queues its turn."""
@@ -193,8 +194,12 @@ class ResponsesSocket:
         """Sends one event, given as JSON."""
         if stream is not None:
             data = data[:-1] + b',"stream_id":' + msgspec.json.encode(stream) + b"}"
-        if not self._gone.is_set():
-            await self._websocket.send({"type": "websocket.send", "text": data.decode()})
+        if self._gone.is_set():
+            return
+        try:
+            await self._websocket.send_text(data.decode())
+        except (WebSocketDisconnect, WebSocketDisconnected):
+            self._gone.set()
 
     async def _fail(self, status: int, error: ErrorInfo, stream: str | None) -> None:
         event = {"type": "error", "status": status, "error": error}
