@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from quire.server.errors import ErrorInfo
 
 MAX_MESSAGE = 16 * 1024 * 1024
 """Most bytes of a WebSocket's message. The route's own limit is lower by default."""
@@ -45,6 +48,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         elif message["type"] == "websocket.http.response.body":
             # Otherwise uvicorn logs each refused handshake as an error of the application.
             self.handshake_complete = True
+
+
+def error_event(status: int, error: ErrorInfo) -> bytes:
+    """Returns the JSON of an `error` event."""
+    return msgspec.json.encode({"type": "error", "status": status, "error": error})
 
 
 WEBSOCKETS: dict[str, Any] = {

@@ -19,7 +19,7 @@ from quire.server.apis.responses.items import Item
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
 from quire.server.chat.prompt_memo import PromptMemo
 from quire.server.errors import ApiError, ErrorInfo
-from quire.server.http.websocket import RESTART
+from quire.server.http.websocket import RESTART, error_event
 
 CONVERSATION_KEY = "quire.conversation"
 """Scope entry with the `SocketConversation` of a turn."""
@@ -202,8 +202,7 @@ class ResponsesSocket:
             self._gone.set()
 
     async def _fail(self, status: int, error: ErrorInfo, stream: str | None) -> None:
-        event = {"type": "error", "status": status, "error": error}
-        await self.send(msgspec.json.encode(event), stream)
+        await self.send(error_event(status, error), stream)
 
 
 class _TurnSender:
