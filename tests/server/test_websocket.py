@@ -11,6 +11,7 @@ import httpx
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
+from quire.features.conversation_leases.calls import CONVERSATION, END
 from quire.server.apis.responses import socket
 from quire.server.args import ServerArgs
 from quire.server.chat.prompt_memo import PromptMemo
@@ -128,6 +129,38 @@ def test_warm_up(server: Scripted, client: SocketClient) -> None:
     assert speaker(server).seen[-1][1].max_tokens == 1
     more = {"model": MODEL, "previous_response_id": response["id"], "input": [USER]}
     assert client.turn(**more)[-1]["response"]["output"][0]["content"][0]["text"] == "Yes."
+
+
+def test_turns_name_their_conversation_until_its_end(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = speaker(server)
+    named: list[Any] = []
+    ended: list[Any] = []
+    generate = engine.generate
+
+    def naming(*args: Any, fields: Any, **options: Any) -> Any:
+        named.append(fields[CONVERSATION])
+        return generate(*args, **options)
+
+    async def call(call: Any, request: Any) -> bool:
+        assert call is END
+        ended.append(request)
+        return True
+
+    monkeypatch.setattr(engine, "generate", naming)
+    monkeypatch.setattr(engine, "call", call)
+    engine.texts[:] = ["a."] * 3
+    client = SocketClient(server.url)
+    for stream in ("x", "y", "x"):
+        client.turn(model=MODEL, input="a", stream_id=stream)
+    assert named[0] == named[2] != named[1]
+    client.close()
+    for _ in range(200):
+        if len(ended) == 2:
+            break
+        httpx.get(f"{server.url}/health")
+    assert sorted(ended) == sorted(named[:2])
 
 
 def test_streams_of_one_connection(server: Scripted, client: SocketClient) -> None:

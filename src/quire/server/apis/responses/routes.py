@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.features.conversation_leases.calls import CONVERSATION
 from quire.server.apis.responses import items as response_items
 from quire.server.apis.responses.answer import BackgroundEvents, ResponseAnswer, usage_of
 from quire.server.apis.responses.convert import (
@@ -89,6 +90,7 @@ async def _answer(
     state = state_of(request)
     dialogue = await _fitted(state, body, items)
     if conversation is not None:
+        context_of(request).fields[CONVERSATION] = conversation.id
         dialogue.memo, dialogue.with_tokens = conversation.memo, True
         if not conversation.generate:
             dialogue.params, dialogue.default_max_tokens = (

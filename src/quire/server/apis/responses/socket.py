@@ -8,6 +8,7 @@ responses, which need not be stored, and the tokens of each conversation.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import OrderedDict
 from typing import Any
 
@@ -15,11 +16,13 @@ import msgspec
 from starlette.types import Message, Scope
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
+from quire.features.conversation_leases.calls import end_lease
 from quire.server.apis.responses.items import Item
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
 from quire.server.chat.prompt_memo import PromptMemo
 from quire.server.errors import ApiError, ErrorInfo
 from quire.server.http.websocket import RESTART, error_event
+from quire.server.state import state_of
 
 CONVERSATION_KEY = "quire.conversation"
 """Scope entry with the `SocketConversation` of a turn."""
@@ -43,12 +46,14 @@ class SocketConversation:
     """The state that a connection keeps for the turns of one stream.
 
     Attributes:
+        id: names the conversation to the engine, which keeps its KV.
         responses: the connection's responses, which all its streams share.
         memo: tokens of the conversation so far.
         generate: False only computes the prompt of the current turn.
     """
 
     def __init__(self, responses: OrderedDict[str, StoredResponse]) -> None:
+        self.id = uuid.uuid4().hex
         self.responses = responses
         self.memo = PromptMemo()
         self.generate = True
@@ -156,10 +161,13 @@ class ResponsesSocket:
 
     async def _run_stream(self, stream: str | None, queue: _Turns) -> None:
         conversation = SocketConversation(self._responses)
-        while (turn := await queue.get()) is not None and not self._gone.is_set():
-            event, size = turn
-            self._waiting -= size
-            await self._turn(event, stream, conversation)
+        try:
+            while (turn := await queue.get()) is not None and not self._gone.is_set():
+                event, size = turn
+                self._waiting -= size
+                await self._turn(event, stream, conversation)
+        finally:
+            await end_lease(state_of(self._websocket).client, conversation.id)
 
     async def _turn(
         self, event: dict[str, Any], stream: str | None, conversation: SocketConversation
