@@ -45,7 +45,7 @@ class SocketClient:
     ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
-        self.socket = socket.create_connection((parts.hostname, parts.port), timeout=30)
+        self.socket = socket.create_connection((parts.hostname, parts.port), timeout=20)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         key = base64.b64encode(os.urandom(16)).decode()
         given = {
