@@ -16,6 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from quire.router.client_keys import ClientKeys
 from quire.server.args import ServerArgs
 from quire.server.http.hosts import HostCheck
+from quire.server.http.websocket import WebSocketProtocol
 from tests.router.fake_replica import FakeReplica
 from tests.router.test_routing import ADMIN, Setup, routed, run
 
@@ -175,6 +176,7 @@ def test_keys_and_limits(tmp_path: Path) -> None:
             async with connected(setup, Authorization="Bearer k") as client:
                 (error,) = await turn(client, input="a", max_output_tokens=2000)
                 assert (error["status"], error["error"]["code"]) == (429, "rate_limit_exceeded")
+                assert (await turn(client, input="a"))[-1]["type"] == "response.completed"
 
     async def second() -> None:
         async with (
@@ -188,6 +190,37 @@ def test_keys_and_limits(tmp_path: Path) -> None:
 
     run(main)
     run(second)
+
+
+def test_a_first_message_that_is_no_text() -> None:
+    async def main() -> None:
+        async with routed(FakeReplica()) as setup, connected(setup) as client:
+            await client.send(b"a")
+            with pytest.raises(ConnectionClosed) as closed:
+                await client.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1003
+
+    run(main)
+
+
+def test_the_router_stops_before_the_first_turn() -> None:
+    async def main() -> None:
+        async with routed(FakeReplica()) as setup, connected(setup) as client:
+            (connection,) = sockets_of(setup)
+            connection.shutdown()
+            with pytest.raises(ConnectionClosed) as closed:
+                await client.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1012
+
+    run(main)
+
+
+def sockets_of(setup: Setup) -> list[Any]:
+    """Returns the router's open WebSockets."""
+    connections = setup.server.server_state.connections
+    return [each for each in connections if isinstance(each, WebSocketProtocol)]
 
 
 def test_pages_of_other_origins_and_loops() -> None:
@@ -212,9 +245,7 @@ def test_the_router_stops_after_running_turns() -> None:
         async with routed(replica) as setup, connected(setup) as client:
             await client.send(json.dumps({"type": "response.create", "input": "a"}))
             assert json.loads(await client.recv())["type"] == "response.created"
-            (connection,) = (
-                c for c in setup.server.server_state.connections if "WebSocket" in type(c).__name__
-            )
+            (connection,) = sockets_of(setup)
             connection.shutdown()
             await asyncio.sleep(0.05)
             replica.gate.set()

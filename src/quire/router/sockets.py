@@ -35,6 +35,7 @@ MOST_TURNS = 1024
 """Most turns of a connection whose end has not come."""
 _ENDS = frozenset({"response.completed", "response.incomplete", "response.failed", "error"})
 """Types of events that end a turn."""
+_STEER = "response.steer"
 
 
 class _Usage(msgspec.Struct):
@@ -92,7 +93,7 @@ class _Turn:
 
 
 @dataclass(slots=True)
-class _Link:
+class ReplicaLink:
     """A connection to a replica."""
 
     replica: RoutedReplica
@@ -136,7 +137,7 @@ class SocketProxy:
         finally:
             await session.end()
 
-    async def connect(self, scope: Scope, replica: RoutedReplica) -> _Link:
+    async def connect(self, scope: Scope, replica: RoutedReplica) -> ReplicaLink:
         """Opens a connection to a replica for a client's.
 
         Raises:
@@ -151,9 +152,9 @@ class SocketProxy:
             replica.mark_lost(error)
             raise
         replica.answers[101] += 1
-        return _Link(replica, connection)
+        return ReplicaLink(replica, connection)
 
-    async def _shake_hands(self, scope: Scope) -> _Link:
+    async def _shake_hands(self, scope: Scope) -> ReplicaLink:
         """Connects to the replica with the fewest requests that accepts the connection.
 
         Raises:
@@ -178,7 +179,7 @@ class SocketProxy:
 class _Session:
     """One client's connection, and that to its replica."""
 
-    def __init__(self, proxy: SocketProxy, websocket: WebSocket, link: _Link) -> None:
+    def __init__(self, proxy: SocketProxy, websocket: WebSocket, link: ReplicaLink) -> None:
         self._proxy = proxy
         self._websocket = websocket
         self._link = link
@@ -189,19 +190,35 @@ class _Session:
 
     async def run(self) -> None:
         """Passes messages in both directions until one side ends."""
-        with contextlib.suppress(WebSocketDisconnect, WebSocketDisconnected):
-            if not await self._first_turn():
-                await self._websocket.close(_REPLICA_LOST, "no replica takes the turn")
+        try:
+            while not await self._first_turn():
+                pass
+            code, reason = await self._pass_messages()
+        except KeyError:
+            code, reason = 1003, "messages are text"
+        except WebSocketDisconnected:
+            return
+        except WebSocketDisconnect as end:
+            if end.code != RESTART:
                 return
-            tasks = [asyncio.create_task(each()) for each in (self._pass_events, self._pass_turns)]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                code, reason = done.pop().result()
-                await self._websocket.close(code, reason)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            code, reason = RESTART, "the router stops"
+        with contextlib.suppress(WebSocketDisconnect, WebSocketDisconnected):
+            await self._websocket.close(code, reason)
+
+    async def _pass_messages(self) -> tuple[int, str]:
+        """Passes messages in both directions.
+
+        Returns:
+            Code and reason with which the client's connection closes.
+        """
+        tasks = [asyncio.create_task(each()) for each in (self._pass_events, self._pass_turns)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def end(self) -> None:
         """Gives back what the turns took, and closes the connection to the replica."""
@@ -217,34 +234,49 @@ class _Session:
         the response.
 
         Returns:
-            Whether a replica takes the connection's turns.
+            Whether a replica has answered. Otherwise the client gets an error, and may try again.
         """
-        tried: list[RoutedReplica] = []
         text = await self._websocket.receive_text()
         prompt = read_prompt(text.encode())
         try:
-            allowance = self._charge(text, prompt)
-            while True:
-                choice = await self._relink(prompt, tried)
-                turn = _Turn(choice, allowance)
-                try:
-                    await self._link.connection.send(text)
-                    event = await self._link.connection.recv(decode=True)
-                except ConnectionClosed as error:
-                    choice.end()
-                    self._link.replica.mark_lost(ReplicaLostError(str(error)))
-                    continue
-                missing = prompt.continues and _read_event(event).error == _NOT_FOUND
-                if missing and self._proxy.fleet.has_more(tried):
-                    choice.end()
-                    self._proxy.metrics.retries.inc()
-                    continue
-                self._begin(turn)
-                await self._take_event(event)
-                return True
+            turn = _Turn(None, self._charge(text, prompt))
         except ApiError as error:
             await self._fail(error)
             return False
+        try:
+            event = await self._send_first(text, prompt, turn)
+        except ApiError as error:
+            turn.end(0)
+            await self._fail(error)
+            return False
+        if _read_event(text).type == _STEER:
+            turn.end(0)  # No response runs, so the input was given back.
+        else:
+            self._begin(turn)
+        await self._take_event(event)
+        return True
+
+    async def _send_first(self, text: str, prompt: Prompt, turn: _Turn) -> str:
+        """Sends the first turn to a replica that takes it, and returns its first event.
+
+        Raises:
+            ApiError: no replica takes it.
+        """
+        tried: list[RoutedReplica] = []
+        while True:
+            turn.choice = await self._relink(prompt, tried)
+            try:
+                await self._link.connection.send(text)
+                event = await self._link.connection.recv(decode=True)
+            except ConnectionClosed as error:
+                turn.choice.end()
+                self._link.replica.mark_lost(ReplicaLostError(str(error)))
+                continue
+            missing = prompt.continues and _read_event(event).error == _NOT_FOUND
+            if not (missing and self._proxy.fleet.has_more(tried)):
+                return event
+            turn.choice.end()
+            self._proxy.metrics.retries.inc()
 
     async def _relink(self, prompt: Prompt, tried: list[RoutedReplica]) -> RouteChoice:
         """Places a prompt, and connects to its replica.
@@ -285,13 +317,10 @@ class _Session:
         while True:
             try:
                 text = await self._websocket.receive_text()
-            except KeyError:
-                return 1003, "messages are text"
             except WebSocketDisconnect as end:
-                if end.code != RESTART:
-                    raise
-                await self._idle.wait()
-                return RESTART, "the router stops"
+                if end.code == RESTART:
+                    await self._idle.wait()
+                raise
             if self._link.replica.leaving:
                 await self._idle.wait()
                 return RESTART, "the replica leaves: open another connection"
@@ -310,7 +339,7 @@ class _Session:
             )  # fmt: skip
         prompt = read_prompt(text.encode())
         allowance = self._charge(text, prompt)
-        if _read_event(text).type == "response.steer":
+        if _read_event(text).type == _STEER:
             # It has no end of its own. Its response goes on, and another one may follow.
             if allowance is not None:
                 allowance.settle(prompt.size // BYTES_PER_TOKEN, computed=True, pieces=0)

@@ -11,7 +11,7 @@ _SUBJECT = "Device and memory"
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseArgs(FeatureArgs):
-    """How much of the cache leases may hold, and for how long."""
+    """The share of the cache that leases may hold, and their time."""
 
     conversation_leases: float = setting(
         0.25,

@@ -48,6 +48,12 @@ class SocketConversation:
     def active_id(self) -> str | None:
         return None if self.active is None else self.active.response.id
 
+    @property
+    def steer_size(self) -> int:
+        """Number of characters of all steering input that waits."""
+        waiting = (self.steers, *self.held.values())
+        return sum(steer.size for steers in waiting for steer in steers)
+
     def take_steers(self) -> list[Steer]:
         steers, self.steers = self.steers, []
         return steers

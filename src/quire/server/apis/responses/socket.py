@@ -90,7 +90,7 @@ class ResponsesSocket:
         try:
             event = _decode(text)
             if event.pop("type") == STEER:
-                await self._steer(event)
+                await self._steer(event, len(text))
                 return
             stream = _stream_of(event)
             if asyncio.get_running_loop().time() > self._ends:
@@ -145,8 +145,9 @@ class ResponsesSocket:
 
         A turn begins with the steering input that its previous response holds.
         """
-        previous = event.get("previous_response_id")
-        held = conversation.held.get(previous, []) if isinstance(previous, str) else []
+        named = event.get("previous_response_id")
+        previous = named if isinstance(named, str) else ""
+        held = conversation.held.get(previous, [])
         if held:
             items = [item for steer in held for item in steer.items]
             event = {**event, "input": items + input_items(event.get("input", []))}
@@ -174,14 +175,14 @@ class ResponsesSocket:
                     reason = SteerError("successor_creation_failed", _message_of(error))
                     await self._give_back(steers, reason, writer, stream)
 
-    async def _steer(self, event: dict[str, Any]) -> None:
+    async def _steer(self, event: dict[str, Any], size: int) -> None:
         """Takes steering input for a response that runs, and tells the client."""
         parent = event.get("previous_response_id")
         found = ((s, c) for s, c in self._conversations.items() if c.active_id == parent)
         stream, conversation = next(found, (None, None))
         writer = None if conversation is None else conversation.active_writer
         try:
-            steer = read_steer(event)
+            steer = read_steer(event, size)
             self._check_steerable(steer, conversation)
         except SteerError as error:
             number = 0 if writer is None else writer.take_number()
@@ -207,10 +208,13 @@ class ResponsesSocket:
             raise SteerError("response_already_completed", "The response has ended.")
         if not conversation.generate:
             raise SteerError("steering_not_supported", "'generate' is false: nothing is generated.")
-        if len(conversation.steers) >= MAX_STEERS:
+        waiting = sum(each.steer_size for each in self._conversations.values())
+        full = waiting + steer.size > MAX_WAITING_BYTES and waiting > 0
+        if full or len(conversation.steers) >= MAX_STEERS:
             raise SteerError(
                 "too_many_pending_steers",
-                f"{MAX_STEERS} inputs already wait for the end of the response.",
+                f"Too much steering input waits: at most {MAX_STEERS} inputs for a response, and "
+                f"{MAX_WAITING_BYTES} characters of a connection, may.",
             )
 
     async def _give_back(

@@ -45,16 +45,21 @@ class Steer:
         parent: id of the response that it steers.
         given: the input as the client sent it.
         items: the input as items.
+        size: number of characters of the event.
     """
 
     parent: str
     given: Any
     items: list[dict[str, Any]]
+    size: int
     id: str = field(default_factory=lambda: new_id("steer", "_"))
 
 
-def read_steer(event: dict[str, Any]) -> Steer:
+def read_steer(event: dict[str, Any], size: int) -> Steer:
     """Returns the steering input of an event, without its type.
+
+    Args:
+        size: number of characters of the event.
 
     Raises:
         SteerError: the input is not one or more messages of the user, or a field is unknown.
@@ -75,7 +80,7 @@ def read_steer(event: dict[str, Any]) -> Steer:
             MessageItem.model_validate(item)
         except (ValidationError, QuireError) as error:
             raise SteerError("invalid_input", f"input[{place}]: {_reason(error)}") from None
-    return Steer(parent, given, items)
+    return Steer(parent, given, items, size)
 
 
 def input_items(given: Any) -> list[Any]:
