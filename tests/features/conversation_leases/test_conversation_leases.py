@@ -54,7 +54,7 @@ class Engine:
             self.executor.submit(plan)
         elif self.scheduler.num_in_flight:
             self.scheduler.update(self.executor.collect())
-            self.leases.after_update()
+            self.leases.after_update(0)
 
     def run(self, tokens: list[int], conversation: str | None = None, more: int = 1) -> int:
         """Runs a request to its end; returns how many of its tokens were cached."""

@@ -56,7 +56,7 @@ class ConversationLeases(Feature, LoopFeature):
         self._blocks = blocks
         self._limit = int(blocks.usage()[0].total * self._args.conversation_leases)
 
-    def after_update(self) -> None:
+    def after_update(self, step_id: int) -> None:
         if self._leases:
             self._expire(time.monotonic())
 
