@@ -260,7 +260,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/api/generate", {**PROMPT, "suffix": "}"}, 400, "'suffix'"),
     ("/api/generate", {**PROMPT, "raw": True, "system": "a"}, 400, "'raw' and 'system'"),
     ("/api/generate", {**PROMPT, "suffix": "a", "context": [1]}, 400, "'suffix' and 'context'"),
-    ("/api/pull", {"model": "a"}, 501, "cannot pull models"),
+    ("/api/pull", {"model": "a"}, 404, "cannot pull models"),
     ("/api/pull", {}, 400, "model"),
     ("/api/push", {"model": "a"}, 501, "cannot push models"),
     ("/api/create", {"model": "a"}, 501, "cannot create models"),

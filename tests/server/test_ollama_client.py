@@ -132,7 +132,6 @@ def test_models(client: ollama.Client) -> None:
     assert client.pull(MODEL).status == "success"
     assert [part.status for part in client.pull(MODEL, stream=True)] == ["success"]
     for refused in (
-        lambda: client.pull("other"),
         lambda: client.push(MODEL),
         lambda: client.create("new", from_=MODEL),
         lambda: client.copy(MODEL, "new"),
@@ -141,6 +140,9 @@ def test_models(client: ollama.Client) -> None:
         with pytest.raises(ollama.ResponseError, match="cannot") as error:
             refused()
         assert error.value.status_code == 501
+    with pytest.raises(ollama.ResponseError, match="cannot pull") as error:
+        client.pull("other")
+    assert error.value.status_code == 404
 
 
 @pytest.mark.parametrize("keep_alive", [0, -1, "10m", "-1m", 2.5])

@@ -237,16 +237,16 @@ async def pull(request: Request) -> Response:
     try:
         state.check_model(model_name(body.named, state), context_of(request))
     except ApiError:
-        raise _refuse("pull models") from None
+        raise _refuse("pull models", 404) from None
     answer = msgspec.json.encode(PullAnswer())
     if body.stream is False:
         return Response(answer, media_type="application/json")
     return Response(answer + b"\n", media_type=LINES)
 
 
-def _refuse(what: str) -> ApiError:
+def _refuse(what: str, status: int = 501) -> ApiError:
     return ApiError(
-        501,
+        status,
         f"This server cannot {what}: `quire serve MODEL` chooses the model at the start.",
         code="unsupported_route",
         retry=False,
