@@ -74,9 +74,11 @@ class ImageReader(PromptReader):
         tasks = [asyncio.ensure_future(self._load(part, self._slots)) for part in parts]
         try:
             return await asyncio.gather(*tasks)
-        finally:
+        except BaseException:
             for task in tasks:
                 task.cancel()
+                task.add_done_callback(_close)
+            raise
 
     async def _load(self, part: PromptPart, slots: asyncio.Semaphore) -> LoadedImage:
         async with slots:
@@ -170,6 +172,12 @@ class ImageReader(PromptReader):
         if ids[-1] == token_id:
             raise refused(parts[-1].param, "a prompt must not end with an image.")
         return placed
+
+
+def _close(task: asyncio.Task[LoadedImage]) -> None:
+    """Frees the image of a task that has ended."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
 
 
 class PixelRoom:
