@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.features.images.preparation import bicubic_taps
-from quire.ops import StepRows
+from quire.ops import StepRows, reference
 from quire.ops.reference import images as twins
 from quire.ops.triton.images import pixels as pixel_kernels
 from quire.ops.triton.images import rows as row_kernels
@@ -86,8 +86,8 @@ def test_rows_of_values(kernel_device: str, dtype: torch.dtype) -> None:
     values = torch.randn(5, 100, generator=_generator(1)).to(dtype)[:, 30:70]
     source = torch.tensor([-1, 4, 0, -1, 4, 2], dtype=torch.int32)
     for kernel, twin in (
-        (row_kernels.replace_rows, twins.replace_rows),
-        (row_kernels.add_rows, twins.add_rows),
+        (row_kernels.replace_rows, reference.replace_rows),
+        (row_kernels.add_rows, reference.add_rows),
     ):
         own = hidden.clone().to(kernel_device)
         found = kernel(own, source.to(kernel_device), values.to(kernel_device))
@@ -101,4 +101,4 @@ def test_rotary_by_sections(kernel_device: str, pairs: int) -> None:
     positions = torch.randint(0, 30, (3, 7), dtype=torch.int32, generator=_generator(1))
     part = torch.arange(pairs, dtype=torch.int32) % 3
     found = row_kernels.section_rotary(*(x.to(kernel_device) for x in (table, positions, part)))
-    assert torch.equal(found.cpu(), twins.section_rotary(table, positions, part))
+    assert torch.equal(found.cpu(), reference.section_rotary(table, positions, part))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quire import ops
 from quire.layers.batch import ForwardBatch
-from quire.ops.images import section_rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class RotaryTable(nn.Module):
     def prepare(self, batch: ForwardBatch) -> None:
         """Makes the table of a step whose tokens have three positions, for all layers."""
         if batch.rotary is not None and self.sections is not None:
-            table = section_rotary(self.cos_sin, batch.rotary, self.sections)
+            table = ops.section_rotary(self.cos_sin, batch.rotary, self.sections)
             rows = torch.arange(len(table), dtype=torch.int32, device=table.device)
             batch.angles[self] = table, rows
 

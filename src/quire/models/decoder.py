@@ -20,7 +20,6 @@ from quire.layers.residual import Residual
 from quire.layers.rotary import RopeSpec, RotaryTable
 from quire.models.general_block import general_block
 from quire.models.spec import LayerSpec, ModelSpec
-from quire.ops import images
 from quire.plan import KVGroup
 
 
@@ -150,7 +149,7 @@ class DecoderLayers(LoadableModel):
             x = layer(x, batch, group, cache)
             if index < deep and batch.given is not None:
                 given = batch.given
-                x = Residual(images.add_rows(x.total(), given.source, given.part(index + 1)))
+                x = Residual(ops.add_rows(x.total(), given.source, given.part(index + 1)))
         return x.total()
 
     def layers_for(self, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> list[Any]:
@@ -206,7 +205,7 @@ class Decoder(DecoderLayers):
         if self.positions is not None:
             embedded = embedded.add_(self.positions(batch.positions))
         if batch.given is not None:
-            embedded = images.replace_rows(embedded, batch.given.source, batch.given.part(0))
+            embedded = ops.replace_rows(embedded, batch.given.source, batch.given.part(0))
         return embedded
 
     def leave(self, hidden: Tensor) -> Tensor:

@@ -12,17 +12,14 @@ from quire.ops.reference.images import SpanRows
 SPAN = 4
 """Words of a span."""
 
-add_rows = op(images.add_rows)
 cut_patches = op(images.cut_patches)
-replace_rows = op(images.replace_rows)
 resize_columns = op(images.resize_columns)
 resize_rows = op(images.resize_rows)
 rotate_heads = op(images.rotate_heads)
-section_rotary = op(images.section_rotary)
 segment_attention = op(images.segment_attention)
 span_rows = op(images.span_rows)
 
 __all__ = [
-    "SPAN", "SpanRows", "add_rows", "cut_patches", "replace_rows", "resize_columns", "resize_rows",
-    "rotate_heads", "section_rotary", "segment_attention", "span_rows",
+    "SPAN", "SpanRows", "cut_patches", "resize_columns", "resize_rows",
+    "rotate_heads", "segment_attention", "span_rows",
 ]  # fmt: skip

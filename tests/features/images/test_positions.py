@@ -9,8 +9,8 @@ from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from quire.features.images.rope_positions import ImageSpan, rope_positions
-from quire.ops import StepRows
-from quire.ops.images import section_rotary, span_rows
+from quire.ops import StepRows, section_rotary
+from quire.ops.images import span_rows
 
 LAYOUTS = {
     "no image": (9, []),

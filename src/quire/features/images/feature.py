@@ -271,7 +271,7 @@ class ImageFeature(Feature, LoopFeature):
 
     # -- results -------------------------------------------------------------------------------
 
-    def after_update(self) -> None:
+    def after_update(self, step_id: int) -> None:
         self._collected += 1
         self._close_read()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.models.spec import ModelSpec
-from quire.models.vision.spec import VisionSpec
+
+if TYPE_CHECKING:
+    from quire.models.vision.spec import VisionSpec
 
 
 @dataclass(frozen=True, slots=True)

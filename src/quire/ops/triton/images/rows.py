@@ -130,17 +130,17 @@ def _take(hidden: Tensor, source: Tensor, values: Tensor, *, add: bool) -> Tenso
 
 
 def replace_rows(hidden: Tensor, source: Tensor, values: Tensor) -> Tensor:
-    """Writes rows of `values` over rows of `hidden`. See `reference.images.replace_rows`."""
+    """Writes rows of `values` over rows of `hidden`. See `ops.replace_rows`."""
     return _take(hidden, source, values, add=False)
 
 
 def add_rows(hidden: Tensor, source: Tensor, values: Tensor) -> Tensor:
-    """Adds rows of `values` to rows of `hidden`. See `reference.images.replace_rows`."""
+    """Adds rows of `values` to rows of `hidden`. See `ops.replace_rows`."""
     return _take(hidden, source, values, add=True)
 
 
 def section_rotary(table: Tensor, positions: Tensor, part: Tensor) -> Tensor:
-    """Returns each token's cosines and sines. See `reference.images.section_rotary`."""
+    """Returns each token's cosines and sines. See `ops.section_rotary`."""
     count, pairs = positions.shape[1], len(part)
     out = torch.empty((count, 2 * pairs), dtype=torch.float32, device=table.device)
     pdl = traits(table.device).pdl
