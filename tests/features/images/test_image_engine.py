@@ -114,6 +114,9 @@ def test_rows_for_embeddings_are_few(towers: list[PixelTokens], llms: Any) -> No
     ]
     expected = out(llms(enable_prefix_caching=False), texts)
     rows = 25 * 320 * 4 / 1e9
+    whole = llms(image_cache_gb=rows)
+    assert out(whole, prompts) == expected
+    assert out(whole, prompts[::-1]) == expected[::-1]
     llm = llms(image_cache_gb=rows, max_num_batched_tokens=24)
     assert out(llm, prompts) == expected
     assert llm.stats().images.cached_tokens <= 25

@@ -195,7 +195,7 @@ class ImageFeature(Feature, LoopFeature):
         if rows is None:
             if self._booked and self._booked + item.tokens > self._budget:
                 return False
-            rows = self._rows.book(_key(item, request), item.tokens)
+            rows = self._rows.book(_key(item, request), item.tokens, request)
             if rows is None:
                 return False
             self._booked += item.tokens
@@ -234,8 +234,13 @@ class ImageFeature(Feature, LoopFeature):
             if lane in admitted:
                 self._spans[lane] = [_span(image.item, -1) for image in found.images]
                 changed.add(lane)
+            start = end - int(builder.q_len[row])
+            for image in found.between(0, start) if lane in admitted else ():
+                # An earlier attempt to start the request may have booked rows for a cached image.
+                if image.end <= start and (rows := self._rows.find(_key(image.item, request))):
+                    self._leave(rows, request)
             for place, image in enumerate(found.images):
-                if image.end <= end - int(builder.q_len[row]) or image.item.start >= end:
+                if image.end <= start or image.item.start >= end:
                     continue
                 rows = self._rows.find(_key(image.item, request))
                 if rows is None:
