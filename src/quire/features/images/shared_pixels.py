@@ -26,6 +26,7 @@ class SharedPixels:
 
     Attributes:
         size: width and height.
+        close: gives the memory back. Idempotent.
     """
 
     def __init__(self, pixels: Pixels, on_close: Callable[[int], None] | None = None) -> None:
