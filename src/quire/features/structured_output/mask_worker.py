@@ -151,7 +151,7 @@ class MaskWorker:
 
     def handle(self, message: ToMasks) -> None:
         if isinstance(message, Rows):
-            for row in message.rows:
+            for row in message.read():
                 self._plan(message.step_id, row)
         elif isinstance(message, Open):
             self._open(message)
@@ -212,7 +212,7 @@ class MaskWorker:
         request = self._requests.get(row.key)
         if request is None:
             return
-        request.rows.append(_PlannedRow(step_id, row, row.held))
+        request.rows.append(_PlannedRow(step_id, row, bool(row.held)))
         self._busy[row.key] = request
 
     def _leave(self, message: Leave) -> None:
