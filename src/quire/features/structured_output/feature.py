@@ -530,7 +530,7 @@ class GrammarFeature(Feature, LoopFeature):
         for masked in list(self._loads[builder].requests.values()):
             lane = masked.lane
             if lane >= 0 and self._inputs.turns[lane] == masked.turn:
-                self._inputs.put(int(self._last_steps[lane]), int32([lane]))
+                self._inputs.put(int(self._last_steps[lane]), lane)
 
     def _bury(self, builder: int) -> None:
         """Fails the requests of a builder that has ended. Another one takes its place."""

@@ -229,7 +229,7 @@ class MaskWorker:
         later = []
         for lane, turn, last in self._leaving:
             if self._inputs.turns[lane] == turn:
-                self._inputs.put(last, int32([lane]))
+                self._inputs.put(last, lane)
                 self._inputs.turns[lane] = turn + 1
             else:
                 later.append((lane, turn, last))
@@ -367,7 +367,7 @@ class MaskWorker:
         """Drops a request's next rows. Nothing waits for their masks any more."""
         for _ in range(count):
             dropped = request.rows.popleft()
-            self._inputs.put(dropped.step_id, int32([request.lane]))
+            self._inputs.put(dropped.step_id, request.lane)
 
     def _build(self, request: _BuiltRequest, planned: _PlannedRow) -> bool:
         """Builds a row's masks, unless something is missing for them."""
@@ -396,7 +396,7 @@ class MaskWorker:
         if state.forced is not None and state.forced.text is not text:
             self._report(Forced(request.key, *state.forced.text))
         planned.built = True
-        inputs.put(planned.step_id, int32([lane]))
+        inputs.put(planned.step_id, lane)
         inputs.times[planned.step_id % DEPTH, lane] = begun, time.perf_counter()
         return True
 
