@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -51,6 +52,8 @@ def main() -> None:
     sharpen_sleeps()
     compiler = setup.open()
     compiler.load()
+    # The collector would visit all that was loaded, for milliseconds, and unshare its pages.
+    gc.freeze()
     with socket.socket(fileno=control) as engine:
         while True:
             data, files, _, _ = socket.recv_fds(engine, _MOST_BYTES, 1 + MOST_PROCESSES)
