@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ from quire.engine.loop.stats import EngineStats, RankStats
 from quire.engine.loop.telemetry import Histogram, Telemetry
 from quire.features.disaggregation.stats import DisaggStats
 from quire.features.expert_balance.stats import ExpertStats
+from quire.features.images.stats import ImageStats
 from quire.features.kv_offload.stats import TierStats
 from quire.features.speculation.stats import SourceStats, SpeculationStats
 from quire.features.structured_output.stats import GrammarStats
@@ -72,6 +74,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     stats = EngineStats(
         running=1,
         set_back=2,
+        delay_seconds={"queue": 1.0},
         blocks_used=[1],
         blocks_cached=[2],
         blocks_free=[3],
@@ -79,6 +82,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         disagg=DisaggStats(),
         adapters=dict.fromkeys(ADAPTERS, 0.0),
         grammars=GrammarStats(),
+        images=ImageStats(),
         speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
         ranks=[RankStats(1, 0.5, 2, 3)],
         experts=ExpertStats(5.0, 4.0, 1),
@@ -142,6 +146,13 @@ def unknown(document: Any, metrics: ServerMetrics) -> set[str]:
     }
 
 
+def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+    return all(
+        one[at] < other[at] + other[size] and other[at] < one[at] + one[size]
+        for at, size in (("x", "w"), ("y", "h"))
+    )
+
+
 def test_the_dashboard(everything: ServerMetrics) -> None:
     board = json.loads((ROOT / "docs" / "grafana" / "quire.json").read_text())
     assert unknown(board, everything) == set()
@@ -153,6 +164,8 @@ def test_the_dashboard(everything: ServerMetrics) -> None:
         if panel["type"] != "row":
             assert panel["targets"], panel["title"]
             assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+    for one, other in itertools.combinations([panel["gridPos"] for panel in panels], 2):
+        assert not overlap(one, other)
     shown = " ".join(expressions(board))
     missing = [name for name in families(everything) if not re.search(rf"\b{name}", shown)]
     assert missing == []

@@ -25,7 +25,12 @@ class Feature:
     """The base of features, and the definition of their interface. Its methods do nothing.
 
     The methods are in the order in which the scheduler calls them.
+
+    Attributes:
+        waits_for: what a request waits for while `ready` is false. A label of metrics.
     """
+
+    waits_for = "feature"
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         """Gives the feature the scheduler's blocks and its `wake`. Called once, before all else."""
@@ -56,7 +61,8 @@ class Feature:
     def reusable(self, request: Request, n: int) -> int:
         """Returns how many of its first `n` tokens a request may take from the cache.
 
-        The number is below `n` if the feature needs hidden states of earlier positions.
+        The number is below `n` if the feature needs hidden states of earlier positions, or if the
+        request cannot go on from position `n`. The scheduler asks again about each shorter prefix.
         """
         return n
 
@@ -71,6 +77,18 @@ class Feature:
         return params
 
     # -- a step --------------------------------------------------------------------------------
+
+    def prompt_end(self, request: Request, start: int, end: int) -> int:
+        """Returns the position, from `start` to `end`, at which the next step ends its part of the
+        prompt. With `start`, the step leaves the request out.
+
+        The scheduler may drop the row afterwards; `plan` shows the rows of the step.
+
+        Args:
+            start: the first position that the step would compute.
+            end: the end of the positions that fit the step.
+        """
+        return end
 
     @property
     def proposes_drafts(self) -> bool:
@@ -255,7 +273,6 @@ class FeatureSet:
     """All features of a scheduler. It calls a method only for features that override it.
 
     Attributes:
-        ready: bound methods `Feature.ready`, which `WaitingSet` calls itself.
         verified: bound methods `Feature.verified`, which the scheduler calls itself.
         looks_ahead: the features that propose drafts.
     """
@@ -267,7 +284,6 @@ class FeatureSet:
             if not name.startswith("_") and callable(method)
         }
         """By method, the bound methods of the features that override it."""
-        self.ready = self._calls["ready"]
         self.verified = self._calls["verified"]
         self.looks_ahead: list[Feature] = []
         for feature in features:
@@ -297,6 +313,14 @@ class FeatureSet:
             self.finish(request)
             raise
 
+    def unready(self, request: Request) -> str | None:
+        """Returns what the request waits for before it can be queued, or None."""
+        for ready in self._calls["ready"]:
+            if not ready(request):
+                feature: Feature = ready.__self__  # type: ignore[attr-defined]
+                return feature.waits_for
+        return None
+
     @property
     def fetches(self) -> bool:
         """Whether any feature loads blocks."""
@@ -309,6 +333,16 @@ class FeatureSet:
         for reusable in self._calls["reusable"]:
             n = min(n, reusable(request, n))
         return n
+
+    @property
+    def limits_prompts(self) -> bool:
+        """Whether any feature ends parts of prompts."""
+        return bool(self._calls["prompt_end"])
+
+    def prompt_end(self, request: Request, start: int, end: int) -> int:
+        for prompt_end in self._calls["prompt_end"]:
+            end = prompt_end(request, start, end)
+        return end
 
     def device_params(self, request: Request) -> SamplingParams:
         params = request.params
