@@ -134,7 +134,7 @@ class MaskWorker:
         self._leaving: list[tuple[int, int, int]] = []
         """Lanes that requests have left, with their turns and their last steps."""
         self._checked: list[Future[LLMatcher]] = []
-        self._checks: dict[int, tuple[Future[None], StructuredOutputsParams, float]] = {}
+        self._checks: dict[int, tuple[Future[LLMatcher], StructuredOutputsParams, float]] = {}
         self._batch = -1
 
     @property
@@ -193,17 +193,20 @@ class MaskWorker:
         request.tokens = np.frombuffer(message.tail, np.int32).tolist()
         request.known, request.lost = message.known, False
         request.rows.clear()
-        self._begin(request)
+        self._begin(request, None if request.compiling else request.compiled)
 
-    def _begin(self, request: _BuiltRequest) -> None:
-        """Lets a request begin its grammar, if that is compiled, and take the text that is known.
+    def _begin(self, request: _BuiltRequest, compiled: Future[LLMatcher] | None) -> None:
+        """Lets a request begin its grammar and take the text that is known.
+
+        Args:
+            compiled: The grammar; None: it has none, or it is not compiled yet.
 
         Raises:
             GrammarError: the grammar cannot be compiled.
         """
-        state, params, compiled = request.state, request.params, request.compiled
+        state, params = request.state, request.params
         state.restart(params.prompt_len)
-        if params.grammar is not None and compiled is not None and compiled.done():
+        if compiled is not None and params.grammar is not None and state.error is None:
             strings = self._compiler.walk(params.grammar, repeated=params.repeated)
             state.begin(compiled.result(), strings)
         state.advance(request.text)
@@ -250,15 +253,15 @@ class MaskWorker:
         if message.batch != self._batch:
             self._batch, self._checked = message.batch, []
         try:
-            # Held until the requests have arrived, however many there are.
-            self._checked.append(compiler.compile(grammar))
-            verdict = compiler.checked(grammar)
+            compiled = compiler.compile(grammar)
         except GrammarError as error:
             self._report(MaskFailure.of(message.key, error))
             return
+        # Held until the requests have arrived, however many there are.
+        self._checked.append(compiled)
         deadline = time.monotonic() + compiler.config.timeout
-        self._checks[message.key] = verdict, grammar, deadline
-        verdict.add_done_callback(lambda _: self._changed())
+        self._checks[message.key] = compiled, grammar, deadline
+        compiled.add_done_callback(lambda _: self._changed())
 
     # -- work ----------------------------------------------------------------------------------
 
@@ -283,17 +286,15 @@ class MaskWorker:
     def _judge(self) -> None:
         """Reports the checks that are done."""
         now = time.monotonic()
-        for key, (verdict, grammar, deadline) in list(self._checks.items()):
-            if not verdict.done() and now < deadline:
+        for key, (compiled, grammar, deadline) in list(self._checks.items()):
+            if not compiled.done() and now < deadline:
                 continue
             del self._checks[key]
             error: QuireError | None = None
-            if not verdict.done():
+            if not compiled.done():
                 error = self._compiler.late(grammar)
                 self._compiler.forget(grammar)
-            elif verdict.cancelled():
-                error = GrammarError("The grammar was forgotten.")
-            elif (found := verdict.exception()) is not None:
+            elif (found := compiled.exception()) is not None:
                 error = _failure(found)
             self._report_stats()
             self._report(Compiled(key) if error is None else MaskFailure.of(key, error))
@@ -310,7 +311,7 @@ class MaskWorker:
                 request.compiled = None
             return
         try:
-            self._begin(request)
+            self._begin(request, compiled)
         except BaseException as error:
             self._fail(request, _failure(error))
         else:
@@ -402,7 +403,7 @@ class MaskWorker:
 
     def _drafted(self, request: _BuiltRequest, row: MaskRow, ids: Int32, start: int) -> MaskRow:
         """Adds the drafts that a row verifies."""
-        tail = int32(request.tokens)
+        tail = int32(request.tokens[-len(ids) :])
         before = request.known - len(tail)
         drafts = claimed_drafts(ids, start - before, tail, row.lines - 1)
         return row._replace(drafts=drafts.tolist(), text=request.text)
