@@ -58,9 +58,9 @@ class Builder:
     def enter(self, key: int, lane: int, turn: int) -> None:
         self.worker.handle(Enter(key, lane, turn, PROMPT.tobytes(), len(PROMPT)))
 
-    def plan(self, step_id: int, key: int, index: int = 0, held: bool = False) -> None:
+    def plan(self, step_id: int, key: int, place: int = 0, held: bool = False) -> None:
         epoch = int(held)
-        row = GatedRow(key, index, 1, epoch, held)
+        row = GatedRow(key, place, 1, epoch, held)
         self.worker.handle(Rows.of(step_id, int32([row])))
         self.worker.turn()
 

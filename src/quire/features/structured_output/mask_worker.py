@@ -339,8 +339,8 @@ class MaskWorker:
                         return done
                     done = True
                 row, result = rows[0].row, _LATE
-                if row.index >= 0:
-                    result = self._inputs.result(rows[0].step_id, row.index)
+                if row.place >= 0:
+                    result = self._inputs.result(rows[0].step_id, row.place)
                 if result is None:
                     return done
                 self._take(request, result)

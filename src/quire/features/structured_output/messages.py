@@ -66,14 +66,14 @@ class GatedRow(NamedTuple):
 
     Attributes:
         key: Its request's.
-        index: The row's place in its step; -1: it is known to be late.
+        place: The row's place in its step; -1: it is known to be late.
         lines: Number of its masks: one for its next token and one after each draft.
         epoch: The number of late rows in the lane. Rows behind a late one have the same.
         held: Whether its masks are there, as are those of a row that continues a late one.
     """
 
     key: int
-    index: int
+    place: int
     lines: int
     epoch: int
     held: int
