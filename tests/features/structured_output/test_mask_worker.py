@@ -12,6 +12,7 @@ import pytest
 from quire.arrays import int32
 from quire.features.structured_output.channel import MaskChannel
 from quire.features.structured_output.compiler import Compiler
+from quire.features.structured_output.mask_process import Pace
 from quire.features.structured_output.mask_worker import MaskWorker
 from quire.features.structured_output.messages import (
     Close,
@@ -191,3 +192,24 @@ def test_a_channel_that_is_full() -> None:
         one.receive()
     one.send(b"lost")
     one.close()
+
+
+def test_a_process_looks_often_when_the_device_is_expected() -> None:
+    pace = Pace()
+    for step in range(9):
+        pace.work(0.002 * step)
+        pace.work(0.002 * step + 0.00005)  # a row came a little later
+    last = 0.002 * 8 + 0.00005
+    for step in range(9, 20):
+        pace.work(0.002 * step)
+        last = 0.002 * step
+    looks, now = [], last
+    while now < last + 0.004:
+        now += pace.sleep(now)
+        looks.append(now - last)
+    before = [look for look in looks if look < 0.0015]
+    near = [look for look in looks if 0.0018 < look < 0.0022]
+    assert len(before) < 5 < len(near)
+    gaps = np.diff([look for look in looks if look > 0.0019])
+    assert gaps.max() < 0.0001
+    assert pace.sleep(last + 10.0) < 0.001
