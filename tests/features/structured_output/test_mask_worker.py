@@ -120,7 +120,7 @@ def test_a_late_row_keeps_its_masks(builder: Builder) -> None:
 def test_a_lane_changes_hands_between_builders(
     builder: Builder, compiler: Compiler, inputs: InputMemory
 ) -> None:
-    """Nobody writes a lane's lines before all earlier requests have left it."""
+    """The lines of a lane are written once all earlier requests have left it."""
     other = Builder(compiler, inputs)
     for key, each in ((1, builder), (2, other), (3, builder)):
         each.open(key, regex="[ab]{9}")
@@ -174,7 +174,7 @@ def test_messages_of_requests_that_are_gone(builder: Builder) -> None:
 
 
 def test_a_channel_that_is_full() -> None:
-    """What the socket does not take is sent when the other end has read."""
+    """The rest of a message is sent when the other end has read."""
     one, two = (MaskChannel(end) for end in socket.socketpair())
     messages = [bytes([i]) * size for i, size in enumerate((0, 1, 3_000_000, 5, 700_000))]
     for message in messages:
