@@ -172,7 +172,7 @@ class TinyEngine:
         lines, per_lane = inputs.buffer(), inputs.shape.lines
         for lane, mask in masks.items():
             lines[lane * per_lane : lane * per_lane + len(mask)] = mask
-        inputs.put(step_id, int32(list(masks)))
+            inputs.put(step_id, lane)
 
     def add(self, name: str, job: Job) -> list[Request]:
         requests: list[Request] = []

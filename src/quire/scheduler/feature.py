@@ -243,7 +243,7 @@ class PlanBuilder:
         return self._plan.writes
 
     def gate(self, rows: Sequence[int]) -> None:
-        """Makes the head wait for these rows' inputs (`Executor.submit_inputs`)."""
+        """Makes the head wait for these rows' inputs (`Executor.host_inputs`)."""
         # Steady steps share the array of flags, so it is replaced, not changed.
         flags = self._plan.flags.copy()
         flags[list(rows)] |= int(RowFlag.GATED)
