@@ -215,9 +215,8 @@ class PagedCache(Blocks):
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Attends row by row, over a copy of the row's blocks. Lesson 5 avoids the copy."""
-        parts = zip(self.rows, q.split([count for _, _, count in self.rows]), strict=True)
-        seen = []
-        for (name, start, count), queries in parts:
+        seen, parts = [], torch.split(q, [count for _, _, count in self.rows])
+        for (name, start, count), queries in zip(self.rows, parts, strict=True):
             table = self.tables[name]
             k, v = (kv[layer, table].flatten(0, 1)[: start + count] for kv in (self.k, self.v))
             seen.append(attention(queries, k, v))
@@ -453,7 +452,7 @@ class DraftEngine(Engine):
             drafted.append(self.propose(request) if ready else [])
             request.tokens += drafted[-1]
             rows.append((request, count + len(drafted[-1])))
-        parts = self.compute(rows).split([count for _, count in rows])
+        parts = torch.split(self.compute(rows), [count for _, count in rows])
         for (request, count), drafts, x in zip(rows, drafted, parts, strict=True):
             del request.tokens[len(request.tokens) - len(drafts) :]
             if request.computed + count - len(drafts) < len(request.tokens):
@@ -718,12 +717,15 @@ class Hybrid(Model):
         """Returns what a row's tokens read, [T, heads, values], and the row's state behind them."""
         taps = self.w[f"model.layers.{layer}.linear_attn.conv1d.weight"][:, 0]  # [channels, taps]
         heads, width = decay.shape[1], taps.shape[1]
-        zeros = torch.zeros(heads, self.key_dim, self.value_dim), mixed.new_zeros(width - 1, len(taps))
+        zeros = (
+            torch.zeros(heads, self.key_dim, self.value_dim),
+            mixed.new_zeros(width - 1, len(taps)),
+        )
         state, inputs = before or zeros
         inputs = torch.cat((inputs, mixed))
         mixed = F.silu((inputs.unfold(0, width, 1) * taps).sum(-1))
         keys = self.key_heads * self.key_dim
-        q, k, v = mixed.split([keys, keys, heads * self.value_dim], dim=1)
+        q, k, v = torch.split(mixed, [keys, keys, heads * self.value_dim], dim=1)
         share = heads // self.key_heads
         q, k = (
             F.normalize(each.view(len(mixed), -1, self.key_dim), dim=-1).repeat_interleave(share, 1)
