@@ -7,7 +7,7 @@
     python -m lessons mine 3              # prints our mine.py as it is after lesson 3
     python -m lessons check 3             # checks your answers to the exercises of lesson 3
 
-What follows a number or `all` goes to the lessons, which have a --help each.
+Arguments after a number or `all` go to the lessons: python -m lessons 4 --help
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def check(number: int) -> int:
         print("checks need pytest, which `make learn` installs", file=sys.stderr)
         return 2
     test = f"tests/lessons/test_lesson_{number:02}.py"
-    options = ["-q", "--no-header", "-n", "0"] if importlib.util.find_spec("xdist") else ["-q"]
-    command = [sys.executable, "-m", "pytest", *options, "-k", "not prints_its_claims", test]
-    return subprocess.run([*command, "--answers", "exercises"], cwd=HERE.parent).returncode
+    # The settings of all tests need more than `make learn` installs, so they stay outside.
+    command = [sys.executable, "-m", "pytest", "-q", "--confcutdir", "tests/lessons"]
+    command += ["-k", "not prints_its_claims", test, "--answers", "exercises"]
+    return subprocess.run(command, cwd=HERE.parent).returncode
 
 
 def run_all(arguments: list[str]) -> int:

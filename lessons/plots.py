@@ -69,8 +69,9 @@ def roofline(
     panel.annotate(start, (low, low * bandwidth), (2, 12), rotation=33, **_OFFSET)
     for index, (name, (intensity, reached)) in enumerate(points.items()):
         panel.plot(intensity, reached, "o", markersize=5, color=f"C{index % 10}")
-        panel.annotate(name, (intensity, reached), (6, -9), **_OFFSET)
+        panel.annotate(name, (intensity, reached), (7, -3), **_OFFSET)
     panel.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s")
+    panel.set_ylim(top=3 * rate)
     panel.grid(alpha=0.3)
     figure.savefig(file, dpi=110)
     print(f"plot: {file}")

@@ -1,4 +1,4 @@
-"""What the kernels do, in plain PyTorch, and what that costs."""
+"""The kernels' work in plain PyTorch, and its cost."""
 
 from __future__ import annotations
 
