@@ -88,6 +88,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def load(args: argparse.Namespace) -> Loaded:
     """Finds the model of `--model`. Exits with status 2 if there is none."""
+    if args.model is None:  # so small that more threads would mostly wait for each other
+        torch.set_num_threads(1)
     try:
         found = Loaded(resolve_model_path(args.model))
         found.config  # noqa: B018 - reads the file

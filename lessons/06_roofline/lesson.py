@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -107,7 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
          "bytes" if each * bandwidth < rate else "FLOPs"]
         for name, (each, reached) in points.items()
     ]  # fmt: skip
-    print(f"This CPU reads {bandwidth / 1e9:.1f} GB/s and computes {rate / 1e9:.0f} GFLOP/s.")
+    speed = f"{bandwidth / 1e9:.1f} GB/s and {rate / 1e9:.0f} GFLOP/s"
+    print(f"This CPU, with {torch.get_num_threads()} threads: {speed}")
     print(table(["my kernels", "FLOP/byte", "GFLOP/s at most", "measured", "bound"], rows))
     one, many = points["product, 1"][0], points["product, 256"][0]
     check(many > 100 * one, f"256 rows do {many / one:.0f} x the work of one on each byte\n")
