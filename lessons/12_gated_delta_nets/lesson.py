@@ -138,10 +138,11 @@ def engine(length: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parser(__doc__ or "").parse_args(arguments)
+    loaded = load(args)
     memory()
     chunks()
     held()
-    sizes(load(args) if args.model else Loaded(HYBRID))
+    sizes(loaded if args.model else Loaded(HYBRID))
     engine(200)
 
 
