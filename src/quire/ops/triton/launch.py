@@ -3,8 +3,13 @@
 **Programmatic dependent launch (PDL).** A kernel launched with `launch_pdl=True` may start while
 its predecessor still runs. `gdc_wait` blocks until the predecessor has finished and its writes are
 visible. Every kernel here calls `gdc_wait` in *all* of its programs, also in those that exit early,
-and `gdc_launch_dependents` only *after* it. So when a kernel starts, everything before its
-predecessor is complete. Before its own wait it may read only weights and the step's metadata."""
+and writes only after it. So a kernel's completion implies that of all kernels before it.
+
+Most kernels call `gdc_launch_dependents` after their wait, so that their successor starts when
+everything before them is complete. EARLY kernels call it first, and start their successor sooner. A
+kernel whose predecessors are EARLY may read only weights and the step's metadata before its own
+wait. Metadata is complete by then, because the kernel behind those that write it (`after_metadata`)
+starts without PDL."""
 
 from __future__ import annotations
 
@@ -20,6 +25,7 @@ import torch
 import triton
 from triton import AsyncCompileMode
 
+from quire.ops import experiment
 from quire.ops.choose import current_policy
 
 
@@ -95,10 +101,29 @@ def traits(device: torch.device) -> DeviceTraits:
     return _cuda_traits(index, "pdl" not in current_policy().disabled)
 
 
+_metadata_written: ContextVar[bool] = ContextVar("quire_metadata_written", default=False)
+
+
+def after_metadata() -> None:
+    """Makes the next launch start without PDL, when the step's metadata is complete."""
+    if experiment.on("early"):
+        _metadata_written.set(True)
+
+
 def options(pdl: bool, **rest: Any) -> dict[str, Any]:
     """Returns the keywords of a launch. `launch_pdl` is left out without PDL, because the
     interpreter does not know it."""
-    return {**rest, "launch_pdl": True} if pdl else rest
+    if not pdl:
+        return rest
+    if _metadata_written.get():
+        _metadata_written.set(False)
+        return rest
+    return {**rest, "launch_pdl": True}
+
+
+def early(pdl: bool) -> int:
+    """Returns the argument PDL of an EARLY kernel."""
+    return (2 if experiment.on("early") else 1) if pdl else 0
 
 
 _compiling: ContextVar[bool] = ContextVar("quire_compiling", default=False)

@@ -87,6 +87,8 @@ def attend_short(
     # Kernels count KV in elements: a value, or a pair of 8-bit values.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
+    if PDL == 2:
+        gdc_launch_dependents()
     head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * 8
     row = tl.load(item)
@@ -113,6 +115,7 @@ def attend_short(
                 k_stride_b, k_stride_t, v_stride_b, v_stride_t, WIDTH, BLOCK_TOKENS, BN,
             )  # fmt: skip
         gdc_wait()
+    if PDL == 1:
         gdc_launch_dependents()
     if row < 0:
         return
@@ -161,6 +164,8 @@ def combine(
 
     Grid: (rows, KV heads, queries of a tile). With LONG it is (tokens, KV heads, GROUP), and
     `rows_ptr` is `LongSchedule.places`."""
+    if PDL == 2:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     head = tl.program_id(1)
     flat = tl.program_id(2)
@@ -179,6 +184,7 @@ def combine(
         live = (parts > 1) & (flat < q_len * GROUP)
     if PDL:
         gdc_wait()
+    if PDL == 1:
         gdc_launch_dependents()
     if not live:
         return

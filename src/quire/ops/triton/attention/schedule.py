@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.launch import launch, options
+from quire.ops.triton.launch import after_metadata, launch, options
 
 _OWN = 8
 _FEWEST = tl.constexpr(2)
@@ -243,6 +243,7 @@ def schedule(
         WINDOW=window is not None, PDL=pdl,
         **options(pdl, num_warps=1 if num_rows <= 32 else 4),
     )  # fmt: skip
+    after_metadata()
     return Schedule(items, rows, tiles, longest, spare > 0)
 
 
@@ -378,4 +379,5 @@ def schedule_long(
         GROUP=group, BM=tiles.m, BN=tiles.n, AT_ONCE=at_once, WINDOW=window is not None, PDL=pdl,
         **options(pdl, num_warps=1 if num_rows <= 32 else 4),
     )  # fmt: skip
+    after_metadata()
     return LongSchedule(items, places, tiles)

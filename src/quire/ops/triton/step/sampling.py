@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from quire.ops.rows import LogitRows
-from quire.ops.triton.launch import launch, options, traits
+from quire.ops.triton.launch import early, launch, options, traits
 from quire.ops.triton.step.sampling_kernels import SUB, logprob_rows, logprob_tiles, pick, scan
 
 _TILE = 2048
@@ -60,7 +60,7 @@ def sample(
     pdl = traits(device).pdl
     columns = (lanes, position, temperature, top_k, top_p, min_p, seed, sample_index)
     strides = (logits.stride(0), temperature.stride(0), top_k.stride(0))
-    shared = {"TILE": _TILE, "TRUNCATE": truncate_rows, "FAST": device.type == "cuda", "PDL": pdl}
+    shared = {"TILE": _TILE, "TRUNCATE": truncate_rows, "FAST": device.type == "cuda", "PDL": early(pdl)}
     launch(scan, (rows, tiles))(
         logits, *columns, best, entry, peaks, sums, vocab, *strides, _DRAW, **shared,
         **options(pdl, num_warps=4),

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.rows import Drafts, Expanded, ExpandedGroup, LogitRows, StepRows
-from quire.ops.triton.launch import launch, options, traits
+from quire.ops.triton.launch import early, launch, options, traits
 
 _BLOCK = 1024
 
@@ -202,9 +202,12 @@ def _collect(
 ):  # fmt: skip
     """Copies hidden states, and advances PROMPT rows. Grid: (the larger one of tokens and rows,
     chunks of the width)."""
+    if PDL == 2:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
+    if PDL == 1:
         gdc_launch_dependents()
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -246,7 +249,7 @@ def collect_rows(
     launch(_collect, (max(tokens, count, 1), triton.cdiv(width, _BLOCK)))(
         hidden, rows.lanes, rows.query_start, rows.flags, logit_rows.lanes, logit_rows.tokens,
         position, last, kept, last if held is None else held, tokens, count, len(logit_rows.lanes),
-        width, hidden.stride(0), BLOCK=_BLOCK, HELD=held is not None, PDL=pdl,
+        width, hidden.stride(0), BLOCK=_BLOCK, HELD=held is not None, PDL=early(pdl),
         **options(pdl, num_warps=4),
     )  # fmt: skip
 
