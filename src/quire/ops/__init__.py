@@ -9,7 +9,7 @@ from quire.ops import reference
 from quire.ops.arguments import Activation, RmsScale, Scratch
 from quire.ops.choose import Policy, current_policy, op, use_policy
 from quire.ops.kv import KVFormat, KVLayer, kv_format
-from quire.ops.rows import Drafts, Expanded, LogitRows, StepRows
+from quire.ops.rows import Drafts, Expanded, LogitRows, ResultRing, StepRows
 from quire.ops.weight import Weight, WeightFormat
 
 activate = op(reference.activate)
@@ -31,8 +31,8 @@ scatter = op(reference.scatter)
 token_logprobs = op(reference.token_logprobs)
 
 __all__ = [
-    "Activation", "Drafts", "Expanded", "KVFormat", "KVLayer", "LogitRows", "Policy", "RmsScale",
-    "Scratch", "StepRows", "Weight", "WeightFormat", "activate", "adjust", "attention_schedule",
+    "Activation", "Drafts", "Expanded", "KVFormat", "KVLayer", "LogitRows", "Policy",
+    "ResultRing", "RmsScale", "Scratch", "StepRows", "Weight", "WeightFormat", "activate", "adjust", "attention_schedule",
     "collect_rows", "copy_blocks", "current_policy", "embedding", "expand_rows", "finish_rows",
     "kv_format", "layer_norm", "linear", "op", "paged_attention", "place_drafts",
     "qk_norm_rope_store", "rms_norm", "sample", "scatter", "token_logprobs", "use_policy",

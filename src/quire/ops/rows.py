@@ -81,6 +81,18 @@ class Drafts(NamedTuple):
     used: Tensor
 
 
+class ResultRing(NamedTuple):
+    """Results of the last steps in host memory, which the device writes itself.
+
+    Attributes:
+        lines: int32 [slots, lanes, W], pinned for a GPU. A step's results are in one slot, by row.
+        turn: int32 [1], on the device: the slot of the current step. `collect_rows` advances it.
+    """
+
+    lines: Tensor
+    turn: Tensor
+
+
 class ExpandedGroup(NamedTuple):
     """The inputs of one KV group.
 

@@ -48,6 +48,14 @@ class HeadShape:
     level: Level
 
 
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape of a body and a head that are captured as one program."""
+
+    body: BodyShape
+    head: HeadShape
+
+
 class CapturedPrograms(Protocol):
     """Programs that can be replayed, by shape."""
 
@@ -57,6 +65,10 @@ class CapturedPrograms(Protocol):
 
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
         """Returns the shape of the captured head that a step is padded to, or None."""
+        ...
+
+    def step(self, body: BodyShape, head: HeadShape) -> StepShape | None:
+        """Returns the shape of the captured program of both, or None."""
         ...
 
     def replay(self, key: Any) -> None:
@@ -169,7 +181,9 @@ class StepProgram:
         for hook in self.hooks:
             hook.body(rows, shape.tokens, shape.altered)
         hidden = self.bound.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
-        ops.collect_rows(hidden, rows, logit_rows, position, self.last, self.hidden, self.held)
+        ops.collect_rows(
+            hidden, rows, logit_rows, position, self.last, self.hidden, self.held, state.ring
+        )
 
     def head(self, shape: HeadShape) -> None:
         """Draws tokens for the logit rows, and advances the lanes of all rows."""

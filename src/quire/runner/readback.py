@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.arrays import Int32, int32
+from quire.ops import experiment
 from quire.plan import RowFlag, StepPlan, StepResult
 
 Array = np.ndarray[Any, Any]
@@ -66,6 +67,8 @@ class Upload:
     def send(self) -> None:
         """Copies everything to the device, and writes the columns."""
         values = [*self._values, *self._arrays]
+        if not values and experiment.on("news"):
+            return
         counts = np.concatenate([*self._counts, np.empty(0, np.int64)])
         segments = np.empty((len(counts), 3), dtype=np.int32)
         if len(counts):
@@ -140,6 +143,9 @@ class Step:
     Attributes:
         logit_start: int32 [R + 1], on the host: the first logit row of each row.
         waits: whether the head waits for missing host inputs, and is not launched yet.
+        lines: int32 [lanes, W], the step's slot of `BatchState.ring`, or None if its head has not
+            been launched.
+        joined: whether the head was launched with the body.
         notes: values that hooks keep until they read the step's results.
         result: the step's result, which hooks add to; set by `wait`.
     """
@@ -148,6 +154,8 @@ class Step:
     device: torch.device
     logit_start: Int32
     waits: bool = False
+    lines: Int32 | None = None
+    joined: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
     result: StepResult = field(init=False)
     _sent: dict[str, Tensor] = field(default_factory=dict)
@@ -155,10 +163,16 @@ class Step:
     _done: Any = None
 
     @classmethod
-    def begin(cls, plan: StepPlan, device: torch.device) -> Step:
-        """Returns a new step, and starts to measure its time."""
+    def begin(cls, plan: StepPlan, device: torch.device, before: Step | None = None) -> Step:
+        """Returns a new step, and starts to measure its time.
+
+        Args:
+            before: the last step in flight. If it still runs, the new step begins when it ends.
+        """
         step = cls(plan, device, logit_starts(plan))
-        step._started = step._mark()
+        end = None if before is None or device.type != "cuda" else before._done
+        follows = experiment.on("news") and end is not None and not end.query()
+        step._started = end if follows else step._mark()
         return step
 
     def send(self, name: str, values: Tensor) -> None:
@@ -185,8 +199,12 @@ class Step:
             gpu_us = self._started.elapsed_time(self._done) * 1e3
         else:
             gpu_us = (self._done - self._started) * 1e6
-        lines = self.arrived("results")
-        results = np.empty((0, 3), np.int32) if lines is None else lines.numpy()
+        results = np.empty((0, 3), np.int32)
+        if self.lines is not None:
+            # A copy, because a later step writes to the slot.
+            results = self.lines[:rows].copy()
+        elif (sent := self.arrived("results")) is not None:
+            results = sent.numpy()
         if len(results) < rows:
             # No row has logits, so no row gives a token.
             results = np.full((rows, 3), -1, dtype=np.int32)

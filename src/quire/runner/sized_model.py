@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.errors import QuireError
+from quire.ops import experiment
 from quire.plan import KVGroup
 from quire.runner.hooks import GateHook, Hook, HostHook, ProgramHook
 from quire.runner.hooks.acceptance import Acceptance
@@ -97,7 +98,11 @@ class SizedModel:
         limits = self.loaded.limits
         columns = [column for hook in self.hooks for column in hook.columns(limits)]
         columns += [ColumnSpec(f"num_{name}", fill=-1) for name in rare]
-        self.state = BatchState(limits, groups, self.loaded.device, columns)
+        # A step's results stay in host memory until the host has read them.
+        slots = self.loaded.config.scheduler.steps_in_flight + 1
+        if not experiment.on("results"):
+            slots = 0
+        self.state = BatchState(limits, groups, self.loaded.device, columns, slots)
         for hook in self.hooks:
             hook.bind(self.state)
 

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from quire.ops.reference import random, truncate
-from quire.ops.rows import HELD, PROMPT, Drafts, Expanded, ExpandedGroup, LogitRows, StepRows
+from quire.ops.rows import (
+    HELD,
+    PROMPT,
+    Drafts,
+    Expanded,
+    ExpandedGroup,
+    LogitRows,
+    ResultRing,
+    StepRows,
+)
 
 STOP_TOKEN, LENGTH, BROKEN, LATE = 1, 2, 3, 4
 """Why a row ends or gives no token; the values are those of `quire.plan.StopReason`."""
@@ -235,6 +244,7 @@ def collect_rows(
     last: Tensor,
     kept: Tensor,
     held: Tensor | None = None,
+    ring: ResultRing | None = None,
 ) -> None:
     """Keeps hidden states for the heads, and advances PROMPT rows.
 
@@ -246,7 +256,10 @@ def collect_rows(
         kept: [at least T, width]; gets all hidden states.
         held: [M, width], the hidden states of lanes that are held, for HELD rows; None if there
             are no such rows.
+        ring: advances to its next slot, if given.
     """
+    if ring is not None:
+        ring.turn.copy_((ring.turn + 1) % len(ring.lines))
     kept[: len(hidden)] = hidden
     if len(hidden):
         places = logit_rows.tokens.long().clamp(0, len(hidden) - 1)
@@ -438,6 +451,7 @@ def finish_rows(
     num_stops: Tensor,
     stops: Tensor,
     counts: Tensor | None = None,
+    ring: ResultRing | None = None,
 ) -> None:
     """Accepts sampled tokens, advances lanes past the computed tokens, and records why rows end.
 
@@ -454,6 +468,7 @@ def finish_rows(
         max_total, min_total, num_stops: int32 [M].
         stops: int32 [M, S].
         counts: int32 [M, vocab], or None. Each accepted token's entry grows by 2.
+        ring: gets a copy of the results in its current slot, if given.
     """
     count = (rows.logit_start[1:] - rows.logit_start[:-1]).long()
     results[: len(count)].fill_(-1)
@@ -483,6 +498,8 @@ def finish_rows(
             counts[lane, token.long()] += 2
         index += 1
         active = active[(agreed & (reason == 0))[whole] & (count[active] > index)]
+    if ring is not None:
+        ring.lines[int(ring.turn), : len(count)] = results[: len(count)]
 
 
 def _late(rows: StepRows, logit_rows: LogitRows, active: Tensor, position: Tensor) -> Tensor:

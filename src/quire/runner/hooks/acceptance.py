@@ -99,4 +99,5 @@ class Acceptance(ProgramHook, HostHook):
             num_stops=self._num_stops,
             stops=self._stops,
             counts=self._penalties.counts if ctx.level >= Level.FULL else None,
+            ring=state.ring,
         )

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.rows import Drafts, Expanded, ExpandedGroup, LogitRows, StepRows
+from quire.ops.rows import Drafts, Expanded, ExpandedGroup, LogitRows, ResultRing, StepRows
 from quire.ops.triton.launch import early, launch, options, traits
 
 _BLOCK = 1024
@@ -194,11 +194,12 @@ def expand_rows(
     return Expanded(ids, positions, seq_lens, tuple(groups), (), max_seq_len)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_logits"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_logits", "slots"])
 def _collect(
     hidden_ptr, lanes_ptr, query_start_ptr, flags_ptr, logit_lanes_ptr, logit_tokens_ptr,
-    position_ptr, last_ptr, kept_ptr, held_ptr, num_tokens, num_rows, num_logits, width,
-    hidden_stride, BLOCK: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    position_ptr, last_ptr, kept_ptr, held_ptr, turn_ptr, num_tokens, num_rows, num_logits, width,
+    hidden_stride, slots, BLOCK: tl.constexpr, HELD: tl.constexpr, RING: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Copies hidden states, and advances PROMPT rows. Grid: (the larger one of tokens and rows,
     chunks of the width)."""
@@ -225,6 +226,9 @@ def _collect(
                     source = held_ptr + lane_of * width
             state = tl.load(source + at, mask=inside)
             tl.store(last_ptr + place * width + at, state, mask=inside)
+    if RING:
+        if (row == 0) & (tl.program_id(1) == 0):
+            tl.store(turn_ptr, (tl.load(turn_ptr) + 1) % slots)
     if (row < num_rows) & (tl.program_id(1) == 0):
         lane = tl.load(lanes_ptr + row).to(tl.int64)
         if lane >= 0:
@@ -241,6 +245,7 @@ def collect_rows(
     last: Tensor,
     kept: Tensor,
     held: Tensor | None = None,
+    ring: ResultRing | None = None,
 ) -> None:
     """See `ops.collect_rows`."""
     tokens, width = hidden.shape
@@ -248,8 +253,10 @@ def collect_rows(
     pdl = traits(hidden.device).pdl
     launch(_collect, (max(tokens, count, 1), triton.cdiv(width, _BLOCK)))(
         hidden, rows.lanes, rows.query_start, rows.flags, logit_rows.lanes, logit_rows.tokens,
-        position, last, kept, last if held is None else held, tokens, count, len(logit_rows.lanes),
-        width, hidden.stride(0), BLOCK=_BLOCK, HELD=held is not None, PDL=early(pdl),
+        position, last, kept, last if held is None else held,
+        position if ring is None else ring.turn, tokens, count, len(logit_rows.lanes), width,
+        hidden.stride(0), 1 if ring is None else len(ring.lines), BLOCK=_BLOCK,
+        HELD=held is not None, RING=ring is not None, PDL=early(pdl),
         **options(pdl, num_warps=4),
     )  # fmt: skip
 
@@ -268,9 +275,9 @@ def _is_stop(stops_ptr, num_stops, token, STEP: tl.constexpr):
 @triton.jit(do_not_specialize=["num_logits"])
 def _finish(
     lanes_ptr, logit_start_ptr, logit_lanes_ptr, lengths_ptr, sampled_ptr, position_ptr, tokens_ptr,
-    max_total_ptr, min_total_ptr, num_stops_ptr, stops_ptr, results_ptr, counts_ptr,
-    num_logits, tokens_stride, max_len, stops_stride, results_stride, vocab,
-    COLUMNS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    max_total_ptr, min_total_ptr, num_stops_ptr, stops_ptr, results_ptr, counts_ptr, ring_ptr,
+    turn_ptr, num_logits, tokens_stride, max_len, stops_stride, results_stride, vocab, slot_stride,
+    COLUMNS: tl.constexpr, COUNT: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Accepts the tokens of a row. Grid: (rows)."""
     row = tl.program_id(0)
@@ -324,6 +331,9 @@ def _finish(
         reason = tl.where(tl.load(position_ptr + lane) < -1, 4, 0)
     line = tl.where(column == 0, given, tl.where(column == 1, reason, line))
     tl.store(results + column, line, mask=column < results_stride)
+    if RING:
+        slot = ring_ptr + tl.load(turn_ptr).to(tl.int64) * slot_stride
+        tl.store(slot + row * results_stride + column, line, mask=column < results_stride)
 
 
 def finish_rows(
@@ -339,6 +349,7 @@ def finish_rows(
     num_stops: Tensor,
     stops: Tensor,
     counts: Tensor | None = None,
+    ring: ResultRing | None = None,
 ) -> None:
     """See `ops.finish_rows`."""
     count = len(rows.lanes)
@@ -346,10 +357,12 @@ def finish_rows(
     launch(_finish, (count,))(
         rows.lanes, rows.logit_start, logit_rows.lanes, logit_rows.lengths, sampled, position,
         tokens, max_total, min_total, num_stops, stops, results,
-        stops if counts is None else counts, len(sampled), tokens.stride(0), tokens.shape[1],
+        stops if counts is None else counts, results if ring is None else ring.lines,
+        position if ring is None else ring.turn, len(sampled), tokens.stride(0), tokens.shape[1],
         stops.stride(0), results.stride(0), 0 if counts is None else counts.shape[1],
-        COLUMNS=triton.next_power_of_2(results.shape[1]), COUNT=counts is not None, PDL=pdl,
-        **options(pdl, num_warps=1),
+        0 if ring is None else ring.lines.stride(0),
+        COLUMNS=triton.next_power_of_2(results.shape[1]), COUNT=counts is not None,
+        RING=ring is not None, PDL=pdl, **options(pdl, num_warps=1),
     )  # fmt: skip
 
 
