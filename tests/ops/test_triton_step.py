@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import Drafts, Expanded, LogitRows, StepRows, reference
+from quire.ops import Drafts, Expanded, LogitRows, ResultRing, RmsScale, StepRows, reference
 from quire.ops.reference import pool
 from quire.ops.reference.step import ENDED, LATE
 from quire.ops.rows import HELD
@@ -248,6 +248,32 @@ def test_collect_rows(kernel_device: str, side: Any, dtype: torch.dtype) -> None
     assert position.tolist() == [13, 20, 30, 41]
 
 
+@pytest.mark.parametrize("side", SIDES)
+def test_collect_rows_with_a_norm_and_a_ring(kernel_device: str, side: Any) -> None:
+    """The norm is applied to the step's hidden states, not to those of held lanes."""
+    make = torch.Generator().manual_seed(3)
+    hidden, held = (torch.randn(n, 70, generator=make).to(kernel_device) for n in (3, 4))
+    norm = RmsScale(torch.randn(70, generator=make).to(kernel_device), 1e-5)
+    rows = step_rows([2, 0, 3], [1, 1, 1], [1, 1, 1], [0, HELD, 0], kernel_device)
+    asked = LogitRows(*(ints(x, kernel_device) for x in ([2, 0, 3], [0, -1, 2], *[[0] * 3] * 2)))
+    position = ints([10, 20, 30, 40], kernel_device)
+    kept, last = (torch.zeros(3, 70, device=kernel_device) for _ in range(2))
+    ring = ResultRing(torch.zeros(3, 4, 3).int(), ints([2], kernel_device))
+    side.collect_rows(hidden, rows, asked, position, last, kept, held, ring, norm)
+    wanted = reference.rms_norm(hidden, *norm)
+    torch.testing.assert_close(kept, wanted)
+    torch.testing.assert_close(last[[0, 2]], wanted[[0, 2]])
+    assert torch.equal(last[1], held[0])
+    assert ring.turn.tolist() == [0]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_results_are_written_to_the_ring(kernel_device: str, side: Any) -> None:
+    out = finish(side, kernel_device, [{"lane": 1, "first": 4, "sampled": [8]}], width=3)
+    assert out["ring"][1, 0].tolist() == out["results"][0].tolist()
+    assert not out["ring"][0].any()
+
+
 STOPS = [[5, 6, 9], [5, 5, 5], [5, 5, 5], [5, 6, 7], [5, 6, 9], [0, 0, 0]]
 """Stop tokens. The lanes have 2, 1, 0, 3, 2, 0 of them; the other entries are ignored."""
 
@@ -281,6 +307,7 @@ def finish(
         "tokens": tokens.to(device),
         "counts": torch.zeros(6, 40, dtype=torch.int32, device=device),
         "results": torch.full((8, width), 99, dtype=torch.int32, device=device),
+        "ring": torch.zeros(2, 8, width, dtype=torch.int32, pin_memory=device == "cuda"),
     }
     side.finish_rows(
         rows,
@@ -294,6 +321,7 @@ def finish(
         num_stops=ints([2, 1, 0, 3, 2, 0], device),
         stops=ints(STOPS, device),
         counts=out["counts"],
+        ring=ResultRing(out["ring"], ints([1], device)),
     )
     return out
 

@@ -179,7 +179,14 @@ class Decoder(DecoderLayers):
         tied = self.embedding if spec.tied_head and not build.quantization.own_head else None
         self.head = LMHead(spec.hidden_size, spec.vocab_size, build.within("head"), tied)
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False) -> Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[Any],
+        *,
+        shallow: bool = False,
+        normed: bool = True,
+    ) -> Tensor:
         """Computes a step, stores its KV and returns the final normed hidden states.
 
         Args:
@@ -187,11 +194,18 @@ class Decoder(DecoderLayers):
             kv: each layer's part of the cache.
             shallow: whether to run only the first layers, until every kind has occurred, and one
                 more. That compiles the kernels of all layers.
+            normed: whether to apply the last norm. False only if `last_norm` is not None.
 
         Returns:
             [T, hidden_size] in the model's dtype.
         """
-        return self.leave(self.run(self.enter(batch), batch, kv, shallow))
+        hidden = self.run(self.enter(batch), batch, kv, shallow)
+        return self.leave(hidden) if normed else hidden
+
+    @property
+    def last_norm(self) -> ops.RmsScale | None:
+        """The norm behind the layers, which an op may apply itself; None if no op can."""
+        return self.norm.scale  # type: ignore[no-any-return]
 
     def enter(self, batch: ForwardBatch) -> Tensor:
         """Returns the input of the first layer, [T, hidden_size]: the embeddings of the tokens."""

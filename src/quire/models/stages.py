@@ -142,6 +142,10 @@ class StageDecoder(Decoder):
             self._pass_stream(layer, stream)
         return hidden.contiguous()
 
+    @property
+    def last_norm(self) -> None:
+        """None, because `leave` applies the norm, or sends the hidden states."""
+
     def leave(self, hidden: Tensor) -> Tensor:
         if self.stage.last:
             return super().leave(hidden)

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire import ops
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
-from quire.ops import Drafts, LogitRows, StepRows
+from quire.ops import Drafts, LogitRows, StepRows, experiment
 from quire.runner.hooks.hook import HeadContext, Level, ProgramHook
 from quire.runner.state import BatchState
 
@@ -180,9 +180,13 @@ class StepProgram:
         logit_rows = state.logit_rows  # All of them, because heads may be padded more than bodies.
         for hook in self.hooks:
             hook.body(rows, shape.tokens, shape.altered)
-        hidden = self.bound.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
+        fuses = "fusions" not in ops.current_policy().disabled and experiment.on("tail")
+        norm = self.model.last_norm if fuses else None
+        hidden = self.bound.forward(
+            rows, logit_rows, shape, drafts=drafts, shallow=shallow, normed=norm is None
+        )
         ops.collect_rows(
-            hidden, rows, logit_rows, position, self.last, self.hidden, self.held, state.ring
+            hidden, rows, logit_rows, position, self.last, self.hidden, self.held, state.ring, norm
         )
 
     def head(self, shape: HeadShape) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.ops.arguments import RmsScale
 from quire.ops.reference import random, truncate
+from quire.ops.reference.dense import rms_norm
 from quire.ops.rows import (
     HELD,
     PROMPT,
@@ -245,6 +247,7 @@ def collect_rows(
     kept: Tensor,
     held: Tensor | None = None,
     ring: ResultRing | None = None,
+    norm: RmsScale | None = None,
 ) -> None:
     """Keeps hidden states for the heads, and advances PROMPT rows.
 
@@ -257,7 +260,10 @@ def collect_rows(
         held: [M, width], the hidden states of lanes that are held, for HELD rows; None if there
             are no such rows.
         ring: advances to its next slot, if given.
+        norm: an RMSNorm that is applied to `hidden` first, or None.
     """
+    if norm is not None:
+        hidden = rms_norm(hidden, *norm)
     if ring is not None:
         ring.turn.copy_((ring.turn + 1) % len(ring.lines))
     kept[: len(hidden)] = hidden

@@ -60,7 +60,12 @@ def sample(
     pdl = traits(device).pdl
     columns = (lanes, position, temperature, top_k, top_p, min_p, seed, sample_index)
     strides = (logits.stride(0), temperature.stride(0), top_k.stride(0))
-    shared = {"TILE": _TILE, "TRUNCATE": truncate_rows, "FAST": device.type == "cuda", "PDL": early(pdl)}
+    shared = {
+        "TILE": _TILE,
+        "TRUNCATE": truncate_rows,
+        "FAST": device.type == "cuda",
+        "PDL": early(pdl),
+    }
     launch(scan, (rows, tiles))(
         logits, *columns, best, entry, peaks, sums, vocab, *strides, _DRAW, **shared,
         **options(pdl, num_warps=4),

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.arguments import RmsScale
 from quire.ops.rows import Drafts, Expanded, ExpandedGroup, LogitRows, ResultRing, StepRows
 from quire.ops.triton.launch import early, launch, options, traits
 
@@ -194,27 +195,40 @@ def expand_rows(
     return Expanded(ids, positions, seq_lens, tuple(groups), (), max_seq_len)
 
 
+@triton.jit
+def _normed(x, weight, width, eps, dtype: tl.constexpr):
+    """Returns the RMSNorm of a row in x's dtype. `dtype` is the dtype of the stored weight."""
+    wide = x.to(tl.float32)
+    wide = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(dtype).to(tl.float32)
+    return (wide * weight).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_logits", "slots"])
 def _collect(
     hidden_ptr, lanes_ptr, query_start_ptr, flags_ptr, logit_lanes_ptr, logit_tokens_ptr,
-    position_ptr, last_ptr, kept_ptr, held_ptr, turn_ptr, num_tokens, num_rows, num_logits, width,
-    hidden_stride, slots, BLOCK: tl.constexpr, HELD: tl.constexpr, RING: tl.constexpr,
-    PDL: tl.constexpr,
+    position_ptr, last_ptr, kept_ptr, held_ptr, turn_ptr, weight_ptr, num_tokens, num_rows,
+    num_logits, width, hidden_stride, slots, eps, BLOCK: tl.constexpr, HELD: tl.constexpr,
+    RING: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copies hidden states, and advances PROMPT rows. Grid: (the larger one of tokens and rows,
-    chunks of the width)."""
+    chunks of the width). With NORM a chunk is a whole row."""
     if PDL == 2:
         gdc_launch_dependents()
     row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    weight = 1.0
+    if NORM:
+        weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
     if PDL == 1:
         gdc_launch_dependents()
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
     place = tl.cast(row, tl.int64)
     if row < num_tokens:
-        state = tl.load(hidden_ptr + place * hidden_stride + at, mask=inside)
+        state = tl.load(hidden_ptr + place * hidden_stride + at, mask=inside, other=0.0)
+        if NORM:
+            state = _normed(state, weight, width, eps, weight_ptr.dtype.element_ty)
         tl.store(kept_ptr + place * width + at, state, mask=inside)
     if row < num_logits:
         lane_of = tl.load(logit_lanes_ptr + row).to(tl.int64)
@@ -224,7 +238,11 @@ def _collect(
             if HELD:
                 if token < 0:
                     source = held_ptr + lane_of * width
-            state = tl.load(source + at, mask=inside)
+            state = tl.load(source + at, mask=inside, other=0.0)
+            if NORM:
+                normed = _normed(state, weight, width, eps, weight_ptr.dtype.element_ty)
+                # The states of held lanes are normed already.
+                state = tl.where(token < 0, state, normed)
             tl.store(last_ptr + place * width + at, state, mask=inside)
     if RING:
         if (row == 0) & (tl.program_id(1) == 0):
@@ -246,18 +264,21 @@ def collect_rows(
     kept: Tensor,
     held: Tensor | None = None,
     ring: ResultRing | None = None,
+    norm: RmsScale | None = None,
 ) -> None:
     """See `ops.collect_rows`."""
     tokens, width = hidden.shape
     count = len(rows.lanes)
     pdl = traits(hidden.device).pdl
-    launch(_collect, (max(tokens, count, 1), triton.cdiv(width, _BLOCK)))(
+    block = _BLOCK if norm is None else triton.next_power_of_2(width)
+    launch(_collect, (max(tokens, count, 1), triton.cdiv(width, block)))(
         hidden, rows.lanes, rows.query_start, rows.flags, logit_rows.lanes, logit_rows.tokens,
         position, last, kept, last if held is None else held,
-        position if ring is None else ring.turn, tokens, count, len(logit_rows.lanes), width,
-        hidden.stride(0), 1 if ring is None else len(ring.lines), BLOCK=_BLOCK,
-        HELD=held is not None, RING=ring is not None, PDL=early(pdl),
-        **options(pdl, num_warps=4),
+        position if ring is None else ring.turn, hidden if norm is None else norm.weight, tokens,
+        count, len(logit_rows.lanes), width, hidden.stride(0),
+        1 if ring is None else len(ring.lines), 0.0 if norm is None else norm.eps, BLOCK=block,
+        HELD=held is not None, RING=ring is not None, NORM=norm is not None, PDL=early(pdl),
+        **options(pdl, num_warps=4 if norm is None else min(max(block // 512, 1), 16)),
     )  # fmt: skip
 
 
