@@ -8,11 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import Drafts, Expanded, LogitRows, ResultRing, RmsScale, StepRows, reference
+from quire.ops import (
+    AttentionHeads,
+    Drafts,
+    Expanded,
+    KVFormat,
+    LogitRows,
+    ResultRing,
+    RmsScale,
+    StepRows,
+    reference,
+)
 from quire.ops.reference import pool
 from quire.ops.reference.step import ENDED, LATE
 from quire.ops.rows import HELD
-from quire.ops.triton.step import step
+from quire.ops.triton.attention.attention import attention_schedule
+from quire.ops.triton.step import decodes, step
 
 PROMPT = 1
 SIDES = [pytest.param(reference, id="twin"), pytest.param(step, id="kernel")]
@@ -123,6 +134,51 @@ def test_held_lanes(kernel_device: str, side: Any, drafted: bool) -> None:
         assert results[2].tolist() == [1, 0, 70 + start[2], -1, -1]
         assert results[3].tolist() == [0, 0, -1, -1, -1]
         assert position.tolist() == [-11, -7 if again else 6, 13, -1]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_decodes_are_expanded_like_any_rows(kernel_device: str, window: int | None) -> None:
+    """Lanes: a held one that resumes, one that has ended, a prompt's token without logits, padding
+    at the end, and two that generate."""
+    make = torch.Generator().manual_seed(4)
+    lanes = [3, 5, 0, 2, 1, -1, -1]
+    rows = step_rows(
+        lanes, [1] * 5 + [0] * 2, [1, 1, 1, 0, 1, 0, 0], [0, HELD, 0, PROMPT, 0, 0, 0], "cpu"
+    )
+    rows = StepRows(*(part.to(kernel_device) for part in rows))
+    position = ints([-1, 1200, 17, 95, 0, -2 - 33], kernel_device)
+    tokens = torch.randint(0, 50, (6, 2000), generator=make).int().to(kernel_device)
+    table = torch.randint(0, 99, (6, 500), generator=make).int().to(kernel_device)
+    weight = torch.randn(50, 70, generator=make).to(kernel_device)
+    heads = AttentionHeads(4, 2, 64, torch.float32, KVFormat(torch.float32), window)
+    wanted_logits, found_logits = (logit_rows(1100, kernel_device) for _ in range(2))
+    wanted = step.expand_rows(
+        rows, position, tokens, [(table, 4)], wanted_logits, num_tokens=7, max_seq_len=2000
+    )
+    found, embedded, made = decodes.expand_decodes(
+        rows, position, tokens, (table, 4), found_logits, weight, max_seq_len=2000, attention=heads
+    )
+    for name in ("ids", "positions", "seq_lens"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    assert torch.equal(found.groups[0].slots, wanted.groups[0].slots)
+    for row, length in enumerate(found.seq_lens.tolist()):
+        used = -(-length // 4)
+        tables = (each.groups[0].block_table[row, :used] for each in (found, wanted))
+        assert torch.equal(*tables)
+    assert torch.equal(embedded, reference.embedding(wanted.ids, weight))
+    assert torch.equal(found_logits.lanes, wanted_logits.lanes)
+    real = (wanted_logits.lanes >= 0).nonzero().flatten()
+    for mine, theirs in zip(found_logits, wanted_logits, strict=True):
+        assert torch.equal(mine[real], theirs[real])
+    other = attention_schedule(
+        rows.query_start, wanted.seq_lens, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32,
+        kv_format=heads.kv_format, tokens=7, max_q_len=1, window=window,
+    )  # fmt: skip
+    assert made.items.shape == other.items.shape
+    used_items = other.items[:, 0] >= 0
+    assert torch.equal(made.items[:, 0], other.items[:, 0])
+    assert torch.equal(made.items[used_items, :7], other.items[used_items, :7])
+    assert torch.equal(made.rows, other.rows)
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -42,6 +42,7 @@ class ForwardBatch:
         q_lens: number of tokens of each row, known to the host.
         max_q_len: upper bound of `q_lens`, for launch shapes.
         max_seq_len: upper bound of `seq_lens`, for launch shapes.
+        embedded: [T, width], the tokens' embeddings if they are known already.
     """
 
     input_ids: Tensor
@@ -52,3 +53,4 @@ class ForwardBatch:
     q_lens: tuple[int, ...]
     max_q_len: int
     max_seq_len: int
+    embedded: Tensor | None = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quire import ops
 from quire.layers.async_tp import run_halves
+from quire.layers.attention import KVLayout
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
@@ -144,10 +145,10 @@ class DecoderLayers(nn.Module):
 
     def layers_for(self, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> list[Any]:
         """Returns the layers to compute, each with its `GroupBatch` and its part of the cache."""
-        stored = next((own.format for own in kv if isinstance(own, ops.KVLayer)), None)
+        stored = _stored_format(kv)
         for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
-            if stored is not None:
+            if stored is not None and "schedule" not in group_batch.scratch:
                 group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
         groups = [batch.groups[index] for index in self._layer_groups]
         own = self.own[: self._shallow] if shallow else self.own
@@ -207,8 +208,21 @@ class Decoder(DecoderLayers):
         """The norm behind the layers, which an op may apply itself; None if no op can."""
         return self.norm.scale  # type: ignore[no-any-return]
 
+    def decode_front(self, kv: Sequence[Any]) -> tuple[Tensor, ops.AttentionHeads] | None:
+        """Returns the embedding table and the attention of all layers, for `ops.expand_decodes`.
+
+        Returns None if that op does not serve the model.
+        """
+        plain = self.positions is None and self._embedding_scale == 1.0 and self.group.world == 1
+        layout, stored = self.kv_layouts[0], _stored_format(kv)
+        if not plain or len(self.kv_layouts) > 1 or not isinstance(layout, KVLayout) or not stored:
+            return None
+        return self.embedding.weight, layout.attention(self.dtype, stored)
+
     def enter(self, batch: ForwardBatch) -> Tensor:
         """Returns the input of the first layer, [T, hidden_size]: the embeddings of the tokens."""
+        if batch.embedded is not None:
+            return batch.embedded
         embedded: Tensor = self.embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             embedded = embedded.mul_(self._embedding_scale)
@@ -228,6 +242,10 @@ class Decoder(DecoderLayers):
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _stored_format(kv: Sequence[Any]) -> ops.KVFormat | None:
+    return next((own.format for own in kv if isinstance(own, ops.KVLayer)), None)
 
 
 def _rope(layer: LayerSpec) -> RopeSpec | None:

@@ -8,8 +8,8 @@ host, and never use -1, which marks padding, as an index.
 from quire.ops import reference
 from quire.ops.arguments import Activation, RmsScale, Scratch
 from quire.ops.choose import Policy, current_policy, op, use_policy
-from quire.ops.kv import KVFormat, KVLayer, kv_format
-from quire.ops.rows import Drafts, Expanded, LogitRows, ResultRing, StepRows
+from quire.ops.kv import AttentionHeads, KVFormat, KVLayer, kv_format
+from quire.ops.rows import DecodeInputs, Drafts, Expanded, LogitRows, ResultRing, StepRows
 from quire.ops.weight import Weight, WeightFormat
 
 activate = op(reference.activate)
@@ -18,6 +18,7 @@ attention_schedule = op(reference.attention_schedule)
 collect_rows = op(reference.collect_rows)
 copy_blocks = op(reference.copy_blocks)
 embedding = op(reference.embedding)
+expand_decodes = op(reference.expand_decodes)
 expand_rows = op(reference.expand_rows)
 finish_rows = op(reference.finish_rows)
 layer_norm = op(reference.layer_norm)
@@ -31,9 +32,10 @@ scatter = op(reference.scatter)
 token_logprobs = op(reference.token_logprobs)
 
 __all__ = [
-    "Activation", "Drafts", "Expanded", "KVFormat", "KVLayer", "LogitRows", "Policy",
-    "ResultRing", "RmsScale", "Scratch", "StepRows", "Weight", "WeightFormat", "activate", "adjust", "attention_schedule",
-    "collect_rows", "copy_blocks", "current_policy", "embedding", "expand_rows", "finish_rows",
-    "kv_format", "layer_norm", "linear", "op", "paged_attention", "place_drafts",
-    "qk_norm_rope_store", "rms_norm", "sample", "scatter", "token_logprobs", "use_policy",
+    "Activation", "AttentionHeads", "DecodeInputs", "Drafts", "Expanded", "KVFormat", "KVLayer",
+    "LogitRows", "Policy", "ResultRing", "RmsScale", "Scratch", "StepRows", "Weight",
+    "WeightFormat", "activate", "adjust", "attention_schedule", "collect_rows", "copy_blocks",
+    "current_policy", "embedding", "expand_decodes", "expand_rows", "finish_rows", "kv_format",
+    "layer_norm", "linear", "op", "paged_attention", "place_drafts", "qk_norm_rope_store",
+    "rms_norm", "sample", "scatter", "token_logprobs", "use_policy",
 ]  # fmt: skip

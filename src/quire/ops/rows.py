@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,6 +103,20 @@ class ExpandedGroup(NamedTuple):
 
     slots: Tensor
     block_table: Tensor
+
+
+class DecodeInputs(NamedTuple):
+    """The inputs of a forward pass over rows of one token each.
+
+    Attributes:
+        expanded: as from `expand_rows`.
+        embedded: [R, width], the tokens' embeddings; zeros for padding.
+        schedule: the result of `attention_schedule`.
+    """
+
+    expanded: Expanded
+    embedded: Tensor
+    schedule: Any
 
 
 class Expanded(NamedTuple):

@@ -107,7 +107,7 @@ class Buckets:
         return [HeadShape(rows, level) for rows in reversed(self._logit_rows) for level in levels]
 
     def steps(self) -> list[StepShape]:
-        """Returns the shapes of plain decode steps, largest first. Body and head are one program."""
+        """Returns the shapes of plain decode steps, whose body and head are one program."""
         return [
             StepShape(BodyShape(rows, rows, 1), HeadShape(rows, Level.PLAIN))
             for rows in reversed(self._rows)

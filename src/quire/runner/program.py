@@ -85,6 +85,7 @@ class BoundModel:
         groups: indices of the model's KV groups among the state's groups.
         position: int32 [lanes], the next position that the model computes in each lane.
         ahead: offset of the input token relative to the position.
+        fused: whether rows of one token may take `ops.expand_decodes`.
     """
 
     model: Any
@@ -93,6 +94,7 @@ class BoundModel:
     groups: range
     position: Tensor
     ahead: int = 0
+    fused: bool = False
 
     def forward(
         self,
@@ -109,6 +111,10 @@ class BoundModel:
             drafts: the claims after `place_drafts`, or None if no row has drafts.
             inputs: further inputs of the model.
         """
+        if shape.longest == 1 and drafts is None and self.fused and experiment.on("front"):
+            front = self.model.decode_front(self.layers)
+            if front is not None:
+                return self._decode(rows, logit_rows, *front, **inputs)
         state = self.state
         groups = [(state.groups[i], state.tables[i]) for i in self.groups]
         states = [table for group, table in groups if group.kind == "state"]
@@ -134,6 +140,40 @@ class BoundModel:
             q_lens=expanded.q_lens,
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,
+        )
+        hidden: Tensor = self.model(batch, self.layers, **inputs)
+        return hidden
+
+    def _decode(
+        self,
+        rows: StepRows,
+        logit_rows: LogitRows,
+        weight: Tensor,
+        attention: ops.AttentionHeads,
+        **inputs: Any,
+    ) -> Tensor:
+        """Computes rows of one token each. See `forward`."""
+        state, index = self.state, self.groups[0]
+        expanded, embedded, schedule = ops.expand_decodes(
+            rows,
+            self.position,
+            state.tokens,
+            (state.tables[index], state.groups[index].tokens_per_block),
+            logit_rows,
+            weight,
+            max_seq_len=state.limits.length,
+            attention=attention,
+        )
+        batch = ForwardBatch(
+            input_ids=expanded.ids,
+            positions=expanded.positions,
+            query_start=rows.query_start,
+            seq_lens=expanded.seq_lens,
+            groups=(GroupBatch(*expanded.groups[0], {"schedule": schedule}),),
+            q_lens=expanded.q_lens,
+            max_q_len=1,
+            max_seq_len=expanded.max_seq_len,
+            embedded=embedded,
         )
         hidden: Tensor = self.model(batch, self.layers, **inputs)
         return hidden

@@ -113,7 +113,10 @@ class SizedModel:
             own_groups: number of KV groups of the model that gives the tokens.
         """
         model, layers = self.loaded.model, self.cache.layers
-        bound = BoundModel(model, self.state, layers, range(own_groups), self.state.position)
+        fuses = "fusions" not in self.loaded.policy.disabled
+        bound = BoundModel(
+            model, self.state, layers, range(own_groups), self.state.position, fused=fuses
+        )
         self.program = StepProgram(bound, self.program_hooks, acceptance.claims)
 
     def add_rare(self, parameters: Sequence[str]) -> None:

@@ -143,7 +143,7 @@ class BatchState:
             self.ring = ResultRing(lines, turn)
 
     def split_inputs(self, inputs: Words) -> list[Words]:
-        """Returns views of inputs: lanes, query_start, logit_start, flags, `lines`, `gate`, turn."""
+        """Returns views: lanes, query_start, logit_start, flags, `lines`, `gate`, turn."""
         starts = (0, *self._ends)
         return [inputs[start:end] for start, end in itertools.pairwise(starts)]
 

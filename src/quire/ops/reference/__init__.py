@@ -7,6 +7,7 @@ from quire.ops.reference.step import (
     adjust,
     collect_rows,
     copy_blocks,
+    expand_decodes,
     expand_rows,
     finish_rows,
     place_drafts,
@@ -17,6 +18,6 @@ from quire.ops.reference.step import (
 
 __all__ = [
     "activate", "adjust", "attention_schedule", "collect_rows", "copy_blocks", "embedding",
-    "expand_rows", "finish_rows", "layer_norm", "linear", "paged_attention", "place_drafts",
-    "qk_norm_rope_store", "rms_norm", "sample", "scatter", "token_logprobs",
+    "expand_decodes", "expand_rows", "finish_rows", "layer_norm", "linear", "paged_attention",
+    "place_drafts", "qk_norm_rope_store", "rms_norm", "sample", "scatter", "token_logprobs",
 ]  # fmt: skip

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from quire.ops.arguments import RmsScale
+from quire.ops.kv import AttentionHeads
 from quire.ops.reference import random, truncate
-from quire.ops.reference.dense import rms_norm
+from quire.ops.reference.dense import embedding, rms_norm
 from quire.ops.rows import (
     HELD,
     PROMPT,
+    DecodeInputs,
     Drafts,
     Expanded,
     ExpandedGroup,
@@ -168,6 +170,42 @@ def expand_rows(
         tuple(q_lens.tolist()),
         longest,
     )
+
+
+def expand_decodes(
+    rows: StepRows,
+    position: Tensor,
+    tokens: Tensor,
+    table: tuple[Tensor, int],
+    logit_rows: LogitRows,
+    weight: Tensor,
+    *,
+    max_seq_len: int,
+    attention: AttentionHeads,
+) -> DecodeInputs:
+    """Returns the inputs of a step whose rows have one token each, and fills in `logit_rows`.
+
+    It is `expand_rows`, `embedding` and `attention_schedule` in one.
+
+    Args:
+        rows: row r is token r, and has at most one logit row. Padding rows come last.
+        position: see `expand_rows`.
+        tokens: see `expand_rows`.
+        table: the block tables of the only KV group, int32 [M, blocks], and the tokens of a block.
+        weight: [entries, width], the embedding table.
+        max_seq_len: see `expand_rows`.
+        attention: the attention of all layers.
+    """
+    expanded = expand_rows(
+        rows,
+        position,
+        tokens,
+        [table],
+        logit_rows,
+        num_tokens=len(rows.lanes),
+        max_seq_len=max_seq_len,
+    )
+    return DecodeInputs(expanded, embedding(expanded.ids, weight), None)
 
 
 def _computed(rows: StepRows, live: Tensor, lane: Tensor, drafts: Drafts | None) -> Tensor:

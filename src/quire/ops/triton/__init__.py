@@ -20,6 +20,7 @@ from quire.ops.triton.recurrent.gated_delta_net import (
     sigmoid_gate,
 )
 from quire.ops.triton.step.adjust import adjust
+from quire.ops.triton.step.decodes import expand_decodes
 from quire.ops.triton.step.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.step.embedding import embedding
 from quire.ops.triton.step.host import mask_logits, set_clock, wait_for_inputs
@@ -45,6 +46,7 @@ __all__ = [
     "begin_drafts",
     "collect_rows",
     "embedding",
+    "expand_decodes",
     "expand_rows",
     "expert_segments",
     "experts_mlp",
