@@ -5,11 +5,21 @@ from __future__ import annotations
 import os
 
 PARTS = frozenset({"early", "news", "results", "joined", "front", "tail"})
-_ON = PARTS if (named := os.environ.get("QUIRE_STREAM")) is None else frozenset(named.split(","))
+_on = PARTS
+
+
+def use(parts: str) -> None:
+    """Switches on the named parts, and no others."""
+    global _on
+    _on = frozenset(part for part in parts.split(",") if part)
+    if not _on <= PARTS:
+        raise ValueError(f"unknown parts: {_on - PARTS}")
 
 
 def on(part: str) -> bool:
-    """Whether a part of the experiment is switched on."""
-    if part not in PARTS:
-        raise ValueError(part)
-    return part in _ON
+    """Whether a part is switched on."""
+    return part in _on
+
+
+if (_named := os.environ.get("QUIRE_STREAM")) is not None:
+    use(_named)
