@@ -206,7 +206,8 @@ class Decoder(DecoderLayers):
     @property
     def last_norm(self) -> ops.RmsScale | None:
         """The norm behind the layers, which an op may apply itself; None if no op can."""
-        return self.norm.scale  # type: ignore[no-any-return]
+        # Draft heads keep what `forward` returns, which is the normed state.
+        return None if self._forward_hooks else self.norm.scale
 
     def decode_front(self, kv: Sequence[Any]) -> tuple[Tensor, ops.AttentionHeads] | None:
         """Returns the embedding table and the attention of all layers, for `ops.expand_decodes`.

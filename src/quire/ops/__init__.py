@@ -28,6 +28,7 @@ place_drafts = op(reference.place_drafts)
 qk_norm_rope_store = op(reference.qk_norm_rope_store)
 rms_norm = op(reference.rms_norm)
 sample = op(reference.sample)
+sample_and_finish = op(reference.sample_and_finish)
 scatter = op(reference.scatter)
 token_logprobs = op(reference.token_logprobs)
 
@@ -37,5 +38,5 @@ __all__ = [
     "WeightFormat", "activate", "adjust", "attention_schedule", "collect_rows", "copy_blocks",
     "current_policy", "embedding", "expand_decodes", "expand_rows", "finish_rows", "kv_format",
     "layer_norm", "linear", "op", "paged_attention", "place_drafts", "qk_norm_rope_store",
-    "rms_norm", "sample", "scatter", "token_logprobs", "use_policy",
+    "rms_norm", "sample", "sample_and_finish", "scatter", "token_logprobs", "use_policy",
 ]  # fmt: skip

@@ -111,7 +111,8 @@ class BoundModel:
             drafts: the claims after `place_drafts`, or None if no row has drafts.
             inputs: further inputs of the model.
         """
-        if shape.longest == 1 and drafts is None and self.fused and experiment.on("front"):
+        alone = shape.tokens == shape.rows and shape.longest == 1
+        if alone and drafts is None and self.fused and experiment.on("front"):
             front = self.model.decode_front(self.layers)
             if front is not None:
                 return self._decode(rows, logit_rows, *front, **inputs)
@@ -220,8 +221,7 @@ class StepProgram:
         logit_rows = state.logit_rows  # All of them, because heads may be padded more than bodies.
         for hook in self.hooks:
             hook.body(rows, shape.tokens, shape.altered)
-        fuses = "fusions" not in ops.current_policy().disabled and experiment.on("tail")
-        norm = self.model.last_norm if fuses else None
+        norm = self.model.last_norm if self._fuses() else None
         hidden = self.bound.forward(
             rows, logit_rows, shape, drafts=drafts, shallow=shallow, normed=norm is None
         )
@@ -229,11 +229,15 @@ class StepProgram:
             hidden, rows, logit_rows, position, self.last, self.hidden, self.held, state.ring, norm
         )
 
+    def _fuses(self) -> bool:
+        return "fusions" not in ops.current_policy().disabled and experiment.on("tail")
+
     def head(self, shape: HeadShape) -> None:
         """Draws tokens for the logit rows, and advances the lanes of all rows."""
         state = self._state
         last = self.last[: shape.logit_rows]
         raw = self.model.logits(last)
+        fuses = shape.level == Level.PLAIN and shape.logit_rows > 0 and self._fuses()
         ctx = HeadContext(
             level=shape.level,
             state=state,
@@ -243,6 +247,7 @@ class StepProgram:
             held=self.held,
             raw=raw,
             logits=raw,
+            fused=fuses and not any(hook.changes_tokens for hook in self.hooks),
         )
         for hook in self.hooks:
             hook.logits(ctx)

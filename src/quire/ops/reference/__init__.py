@@ -12,6 +12,7 @@ from quire.ops.reference.step import (
     finish_rows,
     place_drafts,
     sample,
+    sample_and_finish,
     scatter,
     token_logprobs,
 )
@@ -19,5 +20,6 @@ from quire.ops.reference.step import (
 __all__ = [
     "activate", "adjust", "attention_schedule", "collect_rows", "copy_blocks", "embedding",
     "expand_decodes", "expand_rows", "finish_rows", "layer_norm", "linear", "paged_attention",
-    "place_drafts", "qk_norm_rope_store", "rms_norm", "sample", "scatter", "token_logprobs",
+    "place_drafts", "qk_norm_rope_store", "rms_norm", "sample", "sample_and_finish",
+    "scatter", "token_logprobs",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ places, L of logit rows. Twins may read values of host tensors; kernels of the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -544,6 +544,43 @@ def finish_rows(
         active = active[(agreed & (reason == 0))[whole] & (count[active] > index)]
     if ring is not None:
         ring.lines[int(ring.turn), : len(count)] = results[: len(count)]
+
+
+def sample_and_finish(
+    logits: Tensor,
+    rows: StepRows,
+    logit_rows: LogitRows,
+    results: Tensor,
+    *,
+    sampling: Mapping[str, Tensor],
+    position: Tensor,
+    tokens: Tensor,
+    max_total: Tensor,
+    min_total: Tensor,
+    num_stops: Tensor,
+    stops: Tensor,
+    ring: ResultRing | None = None,
+) -> None:
+    """Draws tokens for rows without truncation, and accepts them: `sample`, then `finish_rows`.
+
+    Args:
+        logits: [L, vocab].
+        sampling: arguments of `sample` by name.
+    """
+    drawn = sample(logits, logit_rows.lanes, logit_rows.lengths, **sampling, truncate_rows=False)
+    finish_rows(
+        rows,
+        logit_rows,
+        drawn,
+        results,
+        position=position,
+        tokens=tokens,
+        max_total=max_total,
+        min_total=min_total,
+        num_stops=num_stops,
+        stops=stops,
+        ring=ring,
+    )
 
 
 def _late(rows: StepRows, logit_rows: LogitRows, active: Tensor, position: Tensor) -> Tensor:

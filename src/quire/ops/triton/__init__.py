@@ -31,6 +31,7 @@ from quire.ops.triton.step.step import (
     finish_rows,
     place_drafts,
     pool_rows,
+    sample_and_finish,
     scatter,
 )
 
@@ -68,6 +69,7 @@ __all__ = [
     "rms_norm",
     "route",
     "sample",
+    "sample_and_finish",
     "scatter",
     "segment_sum",
     "set_clock",

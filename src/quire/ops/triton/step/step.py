@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -13,6 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops.arguments import RmsScale
 from quire.ops.rows import Drafts, Expanded, ExpandedGroup, LogitRows, ResultRing, StepRows
 from quire.ops.triton.launch import early, launch, options, traits
+from quire.ops.triton.step.sampling import scan_rows
+from quire.ops.triton.step.sampling_kernels import best_entry
 
 _BLOCK = 1024
 
@@ -297,10 +299,15 @@ def _is_stop(stops_ptr, num_stops, token, STEP: tl.constexpr):
 def _finish(
     lanes_ptr, logit_start_ptr, logit_lanes_ptr, lengths_ptr, sampled_ptr, position_ptr, tokens_ptr,
     max_total_ptr, min_total_ptr, num_stops_ptr, stops_ptr, results_ptr, counts_ptr, ring_ptr,
-    turn_ptr, num_logits, tokens_stride, max_len, stops_stride, results_stride, vocab, slot_stride,
-    COLUMNS: tl.constexpr, COUNT: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr,
+    turn_ptr, best_ptr, num_logits, tokens_stride, max_len, stops_stride, results_stride, vocab,
+    slot_stride, num_tiles,
+    COLUMNS: tl.constexpr, COUNT: tl.constexpr, RING: tl.constexpr, TILES_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Accepts the tokens of a row. Grid: (rows)."""
+    """Accepts the tokens of a row. Grid: (rows).
+
+    If TILES_PAD is not 0, tokens are picked from `sampling_kernels.scan`'s results, which
+    `sampled_ptr` (entries) and `best_ptr` point to."""
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -324,7 +331,13 @@ def _finish(
         num_stops = tl.load(num_stops_ptr + lane)
         for place in range(start, end):
             if going & (tl.load(logit_lanes_ptr + place) >= 0):
-                token = tl.load(sampled_ptr + place)
+                if TILES_PAD:
+                    token = best_entry(
+                        best_ptr + place * num_tiles, sampled_ptr + place * num_tiles, num_tiles,
+                        TILES_PAD,
+                    )  # fmt: skip
+                else:
+                    token = tl.load(sampled_ptr + place)
                 if token < 0:
                     reason = 3
                     going = False
@@ -373,17 +386,53 @@ def finish_rows(
     ring: ResultRing | None = None,
 ) -> None:
     """See `ops.finish_rows`."""
-    count = len(rows.lanes)
+    _run_finish(
+        rows, logit_rows, sampled, None, results, position, tokens, max_total, min_total, num_stops,
+        stops, counts, ring,
+    )  # fmt: skip
+
+
+def sample_and_finish(
+    logits: Tensor,
+    rows: StepRows,
+    logit_rows: LogitRows,
+    results: Tensor,
+    *,
+    sampling: Mapping[str, Tensor],
+    position: Tensor,
+    tokens: Tensor,
+    max_total: Tensor,
+    min_total: Tensor,
+    num_stops: Tensor,
+    stops: Tensor,
+    ring: ResultRing | None = None,
+) -> None:
+    """See `ops.sample_and_finish`."""
+    best, entry = scan_rows(logits, logit_rows.lanes, logit_rows.lengths, **sampling)
+    _run_finish(
+        rows, logit_rows, entry, best, results, position, tokens, max_total, min_total, num_stops,
+        stops, None, ring,
+    )  # fmt: skip
+
+
+def _run_finish(
+    rows: StepRows, logit_rows: LogitRows, sampled: Tensor, best: Tensor | None, results: Tensor,
+    position: Tensor, tokens: Tensor, max_total: Tensor, min_total: Tensor, num_stops: Tensor,
+    stops: Tensor, counts: Tensor | None, ring: ResultRing | None,
+) -> None:  # fmt: skip
+    count, tiles = len(rows.lanes), 0 if best is None else best.shape[1]
     pdl = traits(rows.device).pdl
     launch(_finish, (count,))(
         rows.lanes, rows.logit_start, logit_rows.lanes, logit_rows.lengths, sampled, position,
         tokens, max_total, min_total, num_stops, stops, results,
         stops if counts is None else counts, results if ring is None else ring.lines,
-        position if ring is None else ring.turn, len(sampled), tokens.stride(0), tokens.shape[1],
+        position if ring is None else ring.turn, sampled if best is None else best, len(sampled),
+        tokens.stride(0), tokens.shape[1],
         stops.stride(0), results.stride(0), 0 if counts is None else counts.shape[1],
-        0 if ring is None else ring.lines.stride(0),
+        0 if ring is None else ring.lines.stride(0), tiles,
         COLUMNS=triton.next_power_of_2(results.shape[1]), COUNT=counts is not None,
-        RING=ring is not None, PDL=pdl, **options(pdl, num_warps=1),
+        RING=ring is not None, TILES_PAD=triton.next_power_of_2(tiles) if tiles else 0, PDL=pdl,
+        **options(pdl, num_warps=1),
     )  # fmt: skip
 
 
