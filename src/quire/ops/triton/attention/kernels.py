@@ -97,6 +97,11 @@ def attend_short(
     q_start = tl.load(item + 3)
     q_len = tl.load(item + 4)
     first = tl.load(item + 5)
+    if PDL == 2:
+        # Programs without work leave their registers to the next kernels. The first item's programs
+        # wait, so that the kernel does not end before its predecessor.
+        if (row < 0) & (tl.program_id(1) > 0):
+            return
     parts = 1
     if PARTS:
         parts = tl.load(item + 6)
