@@ -135,7 +135,7 @@ def expand_decodes(
         BLOCK=_BLOCK, **cuts.constants(count), PDL=pdl, **options(pdl, num_warps=4),
     )  # fmt: skip
     # The next kernels read the schedule and the slots before their waits.
-    after_metadata()
+    after_metadata(always=True)
     group = ExpandedGroup(slots, rows_table)
     return DecodeInputs(
         Expanded(ids, positions, seq_lens, (group,), (), max_seq_len), embedded, schedule
