@@ -24,6 +24,8 @@ class CompletionUpdate:
         finish_reason, stop_reason: None until the completion ends.
         prompt_token_ids, prompt_logprobs, num_cached_tokens: set in the request's first update.
         queued: seconds until the request's first step; set in the first update.
+        delays: the completion's `RequestTimes.delays` so far; set in its first and last update, but
+            empty in the last one if a stop string ends it.
     """
 
     index: int
@@ -36,6 +38,7 @@ class CompletionUpdate:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     queued: float = 0.0
+    delays: dict[str, float] = field(default_factory=dict)
 
 
 class CompletionReader:

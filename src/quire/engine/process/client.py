@@ -253,6 +253,7 @@ class EngineClient:
                 if reader.finished:
                     continue
                 update = reader.feed(delta.tokens, delta.logprobs, delta.reason, delta.stop_token)
+                update.delays = delta.delays
                 if first:
                     first = False
                     update.prompt_token_ids = prompt

@@ -153,6 +153,8 @@ class GrammarFeature(Feature, LoopFeature):
         forced_drafts: Whether rows verify tokens that their grammars force.
     """
 
+    waits_for = "grammar"
+
     def __init__(
         self,
         compiler: Compiler,

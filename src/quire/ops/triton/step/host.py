@@ -66,7 +66,7 @@ def _wait_for_inputs(
     while (
         (missing > 0)
         & (tried < tries)
-        & ((waited <= patience * missing) | (missing == rows) | (ROLE == 2))
+        & ((waited <= missing.to(tl.int64) * patience) | (missing == rows) | (ROLE == 2))
     ):
         seen = tl.load(watched, mask=gated, other=0, volatile=True)
         late = _late_rows(seen, value, gated, ROLE)
