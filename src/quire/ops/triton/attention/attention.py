@@ -350,7 +350,7 @@ def paged_attention(
             launch.long_rows(long_tiles, shortest=1, one_loop=True)
         return out
     made = (scratch or {}).get("schedule")
-    early = made is not None and pdl
+    complete = made is not None and pdl
     plan = made or attention_schedule(
         query_start, seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         dtype=q.dtype, kv_format=kv.format, tokens=tokens, max_q_len=max_q_len, window=window,
@@ -359,7 +359,7 @@ def paged_attention(
     prefetch = (
         seq_lens.shape[0] * kv_heads <= card.num_sms if tuning.prefetch is None else tuning.prefetch
     )
-    launch.short_rows(plan, min(plan.longest, max_q_len), pdl=early, prefetch=prefetch)
+    launch.short_rows(plan, min(plan.longest, max_q_len), pdl=complete, prefetch=prefetch)
     if plan.long is not None:
         launch.long_parts(plan.long, shortest=plan.longest + 1)
     elif max_q_len > plan.longest and not launch.launch_wgmma(kv, tuning, plan.longest + 1, card):
