@@ -250,7 +250,7 @@ def _schedule(
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """How the KV of short rows is cut into parts.
+    """The parts into which the KV of short rows is cut.
 
     Attributes:
         longest: the most tokens of a short row.
