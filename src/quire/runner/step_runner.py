@@ -50,6 +50,8 @@ class StepRunner:
         """The inputs on the device, without the turn, which advances there."""
         self._turn = 0
         """The slot of `BatchState.ring` of the last body."""
+        ring = self.state.ring
+        self._lines: Int32 | None = None if ring is None else ring.lines.numpy()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -115,8 +117,8 @@ class StepRunner:
             self.graphs.replay(joined or captured)
         else:
             self.program.body(shape)
-        if self.state.ring is not None:
-            self._turn = (self._turn + 1) % len(self.state.ring.lines)
+        if self._lines is not None:
+            self._turn = (self._turn + 1) % len(self._lines)
         for hook in self.sized.host_hooks:
             hook.hidden(step, self.program.hidden[:tokens])
         return step
@@ -230,10 +232,10 @@ class StepRunner:
             else:
                 self.program.head(HeadShape(logit_rows, level))
         if logit_rows:
-            if self.state.ring is None:
+            if self._lines is None:
                 step.send("results", self.state.results[: plan.num_rows])
             else:
-                step.lines = self.state.ring.lines[self._turn].numpy()
+                step.lines = self._lines[self._turn]
         for hook in self.sized.host_hooks:
             hook.launched(step)
         step.launched()
