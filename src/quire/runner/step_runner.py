@@ -46,7 +46,7 @@ class StepRunner:
         """Plans after a step whose head waits for host inputs."""
         self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
         """The `Level` that each lane's request needs."""
-        self._inputs: Int32 | None = None
+        self._inputs = np.empty(0, dtype=np.int32)
         """The inputs on the device, without the turn, which advances there."""
         self._turn = 0
         """The slot of `BatchState.ring` of the last body."""
