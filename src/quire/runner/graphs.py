@@ -19,7 +19,6 @@ import torch
 
 from quire.executor import FULL_STEP
 from quire.layers.async_tp import HalvesGroup
-from quire.ops import experiment
 from quire.ops.launches import compiling
 from quire.parallel.torch_group import sum_over_all_ranks
 from quire.runner.hooks.hook import Level
@@ -293,7 +292,7 @@ def program_works(
         works[name] = functools.partial(_run_other, run)
     for head in buckets.heads() if program.model.gives_logits else ():
         works[head] = functools.partial(_run_head, program, head)
-    if program.model.gives_logits and experiment.on("joined"):
+    if program.model.gives_logits:
         for shape in buckets.steps():
             works[shape] = functools.partial(_run_step, program, shape)
     return works

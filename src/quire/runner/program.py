@@ -18,7 +18,7 @@ from torch import Tensor
 from quire import ops
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
-from quire.ops import Drafts, LogitRows, StepRows, experiment
+from quire.ops import Drafts, Expanded, LogitRows, StepRows
 from quire.runner.hooks.hook import HeadContext, Level, ProgramHook
 from quire.runner.state import BatchState
 
@@ -85,7 +85,7 @@ class BoundModel:
         groups: indices of the model's KV groups among the state's groups.
         position: int32 [lanes], the next position that the model computes in each lane.
         ahead: offset of the input token relative to the position.
-        fused: whether rows of one token may take `ops.expand_decodes`.
+        fused: whether ops that join several may be used.
     """
 
     model: Any
@@ -111,73 +111,51 @@ class BoundModel:
             drafts: the claims after `place_drafts`, or None if no row has drafts.
             inputs: further inputs of the model.
         """
-        alone = shape.tokens == shape.rows and shape.longest == 1
-        if alone and drafts is None and self.fused and experiment.on("front"):
-            front = self.model.decode_front(self.layers)
-            if front is not None:
-                return self._decode(rows, logit_rows, *front, **inputs)
-        state = self.state
-        groups = [(state.groups[i], state.tables[i]) for i in self.groups]
+        groups = [(self.state.groups[i], self.state.tables[i]) for i in self.groups]
+        paged = [(table, each.tokens_per_block) for each, table in groups if each.kind != "state"]
         states = [table for group, table in groups if group.kind == "state"]
-        expanded = ops.expand_rows(
-            rows,
-            self.position,
-            state.tokens[:, self.ahead :],
-            [(table, group.tokens_per_block) for group, table in groups if group.kind != "state"],
-            logit_rows,
-            num_tokens=shape.tokens,
-            max_seq_len=state.limits.length,
-            drafts=drafts,
-        )
+        expanded, embedded, scratch = self._expand(rows, logit_rows, shape, paged, drafts)
         batch = ForwardBatch(
             input_ids=expanded.ids,
             positions=expanded.positions,
             query_start=rows.query_start,
             seq_lens=expanded.seq_lens,
             groups=(
-                *(GroupBatch(*group) for group in expanded.groups),
+                *(GroupBatch(*group, dict(scratch)) for group in expanded.groups),
                 *(GroupBatch(rows.lanes, table, {"flags": rows.flags}) for table in states),
             ),
             q_lens=expanded.q_lens,
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,
-        )
-        hidden: Tensor = self.model(batch, self.layers, **inputs)
-        return hidden
-
-    def _decode(
-        self,
-        rows: StepRows,
-        logit_rows: LogitRows,
-        weight: Tensor,
-        attention: ops.AttentionHeads,
-        **inputs: Any,
-    ) -> Tensor:
-        """Computes rows of one token each. See `forward`."""
-        state, index = self.state, self.groups[0]
-        expanded, embedded, schedule = ops.expand_decodes(
-            rows,
-            self.position,
-            state.tokens,
-            (state.tables[index], state.groups[index].tokens_per_block),
-            logit_rows,
-            weight,
-            max_seq_len=state.limits.length,
-            attention=attention,
-        )
-        batch = ForwardBatch(
-            input_ids=expanded.ids,
-            positions=expanded.positions,
-            query_start=rows.query_start,
-            seq_lens=expanded.seq_lens,
-            groups=(GroupBatch(*expanded.groups[0], {"schedule": schedule}),),
-            q_lens=expanded.q_lens,
-            max_q_len=1,
-            max_seq_len=expanded.max_seq_len,
             embedded=embedded,
         )
         hidden: Tensor = self.model(batch, self.layers, **inputs)
         return hidden
+
+    def _expand(
+        self,
+        rows: StepRows,
+        logit_rows: LogitRows,
+        shape: BodyShape,
+        tables: Sequence[tuple[Tensor, int]],
+        drafts: Drafts | None,
+    ) -> tuple[Expanded, Tensor | None, dict[str, Any]]:
+        """Returns the tokens, their embeddings if they are known, and the groups' scratch."""
+        decodes = shape.tokens == shape.rows and shape.longest == 1 and drafts is None
+        front = self.model.decode_front(self.layers) if self.fused and decodes else None
+        tokens, most = self.state.tokens[:, self.ahead :], self.state.limits.length
+        if front is None:
+            expanded = ops.expand_rows(
+                rows, self.position, tokens, tables, logit_rows,
+                num_tokens=shape.tokens, max_seq_len=most, drafts=drafts,
+            )  # fmt: skip
+            return expanded, None, {}
+        weight, attention = front
+        expanded, embedded, schedule = ops.expand_decodes(
+            rows, self.position, tokens, tables[0], logit_rows, weight,
+            max_seq_len=most, attention=attention,
+        )  # fmt: skip
+        return expanded, embedded, {"schedule": schedule}
 
 
 class StepProgram:
@@ -221,7 +199,7 @@ class StepProgram:
         logit_rows = state.logit_rows  # All of them, because heads may be padded more than bodies.
         for hook in self.hooks:
             hook.body(rows, shape.tokens, shape.altered)
-        norm = self.model.last_norm if self._fuses() else None
+        norm = self.model.last_norm if self.bound.fused else None
         hidden = self.bound.forward(
             rows, logit_rows, shape, drafts=drafts, shallow=shallow, normed=norm is None
         )
@@ -229,15 +207,11 @@ class StepProgram:
             hidden, rows, logit_rows, position, self.last, self.hidden, self.held, state.ring, norm
         )
 
-    def _fuses(self) -> bool:
-        return "fusions" not in ops.current_policy().disabled and experiment.on("tail")
-
     def head(self, shape: HeadShape) -> None:
         """Draws tokens for the logit rows, and advances the lanes of all rows."""
         state = self._state
         last = self.last[: shape.logit_rows]
         raw = self.model.logits(last)
-        fuses = shape.level == Level.PLAIN and shape.logit_rows > 0 and self._fuses()
         ctx = HeadContext(
             level=shape.level,
             state=state,
@@ -247,9 +221,14 @@ class StepProgram:
             held=self.held,
             raw=raw,
             logits=raw,
-            fused=fuses and not any(hook.changes_tokens for hook in self.hooks),
+            fused=self._fuses(shape),
         )
         for hook in self.hooks:
             hook.logits(ctx)
         for hook in self.hooks:
             hook.tokens(ctx)
+
+    def _fuses(self, shape: HeadShape) -> bool:
+        """Returns whether one op draws and accepts the tokens of a head."""
+        plain = shape.level == Level.PLAIN and shape.logit_rows > 0
+        return self.bound.fused and plain and not any(hook.changes_tokens for hook in self.hooks)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quire import ops
 from quire.arrays import Int32, int32
-from quire.ops import experiment
 from quire.plan import RowFlag, StepPlan, StepResult
 
 Array = np.ndarray[Any, Any]
@@ -67,7 +66,7 @@ class Upload:
     def send(self) -> None:
         """Copies everything to the device, and writes the columns."""
         values = [*self._values, *self._arrays]
-        if not values and experiment.on("news"):
+        if not values:
             return
         counts = np.concatenate([*self._counts, np.empty(0, np.int64)])
         segments = np.empty((len(counts), 3), dtype=np.int32)
@@ -145,7 +144,7 @@ class Step:
         waits: whether the head waits for missing host inputs, and is not launched yet.
         lines: int32 [lanes, W], the step's slot of `BatchState.ring`, or None if its head has not
             been launched.
-        joined: whether the head was launched with the body.
+        whole: whether the head was launched with the body.
         notes: values that hooks keep until they read the step's results.
         result: the step's result, which hooks add to; set by `wait`.
     """
@@ -155,7 +154,7 @@ class Step:
     logit_start: Int32
     waits: bool = False
     lines: Int32 | None = None
-    joined: bool = False
+    whole: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
     result: StepResult = field(init=False)
     _sent: dict[str, Tensor] = field(default_factory=dict)
@@ -171,7 +170,7 @@ class Step:
         """
         step = cls(plan, device, logit_starts(plan))
         end = None if before is None or device.type != "cuda" else before._done
-        follows = experiment.on("news") and end is not None and not end.query()
+        follows = end is not None and not end.query()
         step._started = end if follows else step._mark()
         return step
 
@@ -199,13 +198,10 @@ class Step:
             gpu_us = self._started.elapsed_time(self._done) * 1e3
         else:
             gpu_us = (self._done - self._started) * 1e6
-        results = np.empty((0, 3), np.int32)
         if self.lines is not None:
             # A copy, because a later step writes to the slot.
             results = self.lines[:rows].copy()
-        elif (sent := self.arrived("results")) is not None:
-            results = sent.numpy()
-        if len(results) < rows:
+        else:
             # No row has logits, so no row gives a token.
             results = np.full((rows, 3), -1, dtype=np.int32)
             results[:, :2] = 0
@@ -214,9 +210,9 @@ class Step:
             results = results[:, :3]
         self.result = StepResult(
             step_id=self.plan.step_id,
-            tokens=results[:rows, 2:],
-            n_tokens=results[:rows, 0],
-            stop_reason=results[:rows, 1],
+            tokens=results[:, 2:],
+            n_tokens=results[:, 0],
+            stop_reason=results[:, 1],
             gpu_us=gpu_us,
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.errors import QuireError
-from quire.ops import experiment
 from quire.plan import KVGroup
 from quire.runner.hooks import GateHook, Hook, HostHook, ProgramHook
 from quire.runner.hooks.acceptance import Acceptance
@@ -100,8 +99,6 @@ class SizedModel:
         columns += [ColumnSpec(f"num_{name}", fill=-1) for name in rare]
         # A step's results stay in host memory until the host has read them.
         slots = self.loaded.config.scheduler.steps_in_flight + 1
-        if not experiment.on("results"):
-            slots = 0
         self.state = BatchState(limits, groups, self.loaded.device, columns, slots)
         for hook in self.hooks:
             hook.bind(self.state)

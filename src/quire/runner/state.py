@@ -79,7 +79,7 @@ class BatchState:
         logit_rows: the step's logit rows. The body fills them in.
         results: int32 [lanes, 3 + drafts], by row of the step: number of new tokens, stop reason,
             and the tokens.
-        ring: the results of the last steps in host memory, or None.
+        ring: the results of the last steps, in host memory.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BatchState:
         groups: Sequence[KVGroup],
         device: torch.device,
         columns: Sequence[ColumnSpec] = (),
-        slots: int = 0,
+        slots: int = 2,
     ) -> None:
         self.limits = limits
         self.device = device
@@ -135,12 +135,9 @@ class BatchState:
             *torch.full((4, limits.logit_rows), -1, dtype=torch.int32, device=device)
         )
         self.results = torch.zeros(lanes, 3 + limits.drafts, dtype=torch.int32, device=device)
-        self.ring: ResultRing | None = None
-        if slots:
-            lines = torch.zeros(
-                slots, *self.results.shape, dtype=torch.int32, pin_memory=device.type == "cuda"
-            )
-            self.ring = ResultRing(lines, turn)
+        pinned = device.type == "cuda"
+        lines = torch.zeros(slots, *self.results.shape, dtype=torch.int32, pin_memory=pinned)
+        self.ring = ResultRing(lines, turn)
 
     def split_inputs(self, inputs: Words) -> list[Words]:
         """Returns views: lanes, query_start, logit_start, flags, `lines`, `gate`, turn."""

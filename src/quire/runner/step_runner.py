@@ -16,7 +16,6 @@ from quire import ops
 from quire.arrays import Int32, int32
 from quire.errors import QuireError
 from quire.executor import Answered, Asked, WorkerCall
-from quire.ops import experiment
 from quire.plan import Admit, RowFlag, StepPlan, StepResult
 from quire.runner.hooks import Level
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, StepShape
@@ -47,11 +46,11 @@ class StepRunner:
         self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
         """The `Level` that each lane's request needs."""
         self._inputs = np.empty(0, dtype=np.int32)
-        """The inputs on the device, without the turn, which advances there."""
+        """The inputs on the device, without the slot, which the device advances."""
         self._turn = 0
         """The slot of `BatchState.ring` of the last body."""
-        ring = self.state.ring
-        self._lines: Int32 | None = None if ring is None else ring.lines.numpy()
+        self._lines: Int32 = self.state.ring.lines.numpy()
+        """The slots of `BatchState.ring`."""
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -111,22 +110,21 @@ class StepRunner:
         altered = any(hook.altered(plan) for hook in self.sized.program_hooks if hook.alters)
         shape = BodyShape(tokens, plan.num_rows, longest, altered)
         captured = None if self.graphs is None else self.graphs.body(shape)
-        joined = None if captured is None else self._joined(step, captured)
-        step.joined = joined is not None
         if self.graphs is not None and captured is not None:
-            self.graphs.replay(joined or captured)
+            whole = self._whole(step, captured)
+            step.whole = whole is not None
+            self.graphs.replay(whole or captured)
         else:
             self.program.body(shape)
-        if self._lines is not None:
-            self._turn = (self._turn + 1) % len(self._lines)
+        self._turn = (self._turn + 1) % len(self._lines)
         for hook in self.sized.host_hooks:
             hook.hidden(step, self.program.hidden[:tokens])
         return step
 
-    def _joined(self, step: Step, body: BodyShape) -> StepShape | None:
-        """Returns the captured program of a step's body and head, or None."""
+    def _whole(self, step: Step, body: BodyShape) -> StepShape | None:
+        """Returns the captured program of a step's body and head, which only decodes have."""
         logit_rows = int(step.logit_start[-1])
-        if self.graphs is None or not logit_rows:
+        if self.graphs is None or body.longest > 1 or not logit_rows:
             return None
         head = self.graphs.head(logit_rows, self._level(step.plan))
         return None if head is None else self.graphs.step(body, head)
@@ -147,7 +145,7 @@ class StepRunner:
             if len(each.src)
         ]
         inputs = self._packed(step)
-        if not experiment.on("news") or not np.array_equal(inputs[:-1], self._inputs):
+        if not np.array_equal(inputs[:-1], self._inputs):
             upload.put(self.state.inputs, [0], [len(inputs)], inputs)
             self._inputs = inputs[:-1]
         upload.send()
@@ -216,7 +214,7 @@ class StepRunner:
     def _launch_head(self, step: Step, *, wait: bool) -> None:
         """Launches the step's head, unless it runs op by op and host inputs are missing."""
         plan, logit_rows, gate = step.plan, int(step.logit_start[-1]), self.sized.gate
-        if logit_rows and not step.joined:
+        if logit_rows and not step.whole:
             level = self._level(plan)
             captured = None if self.graphs is None else self.graphs.head(logit_rows, level)
             # Within a captured head the device waits for inputs. Op by op it cannot wait, because
@@ -232,10 +230,7 @@ class StepRunner:
             else:
                 self.program.head(HeadShape(logit_rows, level))
         if logit_rows:
-            if self._lines is None:
-                step.send("results", self.state.results[: plan.num_rows])
-            else:
-                step.lines = self._lines[self._turn]
+            step.lines = self._lines[self._turn]
         for hook in self.sized.host_hooks:
             hook.launched(step)
         step.launched()

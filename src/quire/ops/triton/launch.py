@@ -2,14 +2,14 @@
 
 **Programmatic dependent launch (PDL).** A kernel launched with `launch_pdl=True` may start while
 its predecessor still runs. `gdc_wait` blocks until the predecessor has finished and its writes are
-visible. Every kernel here calls `gdc_wait` in *all* of its programs, also in those that exit early,
-and writes only after it. So a kernel's completion implies that of all kernels before it.
+visible. In every kernel here some program calls `gdc_wait`, and no program writes before its wait.
+So a kernel's completion implies that of all kernels before it.
 
 Most kernels call `gdc_launch_dependents` after their wait, so that their successor starts when
 everything before them is complete. EARLY kernels call it first, and start their successor sooner. A
 kernel whose predecessors are EARLY may read only weights and the step's metadata before its own
-wait. Metadata is complete by then, because the kernel behind those that write it (`after_metadata`)
-starts without PDL."""
+wait. Metadata is complete by then, because the kernel behind those that write it starts without PDL
+(`options`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ import torch
 import triton
 from triton import AsyncCompileMode
 
-from quire.ops import experiment
 from quire.ops.choose import current_policy
 
 
@@ -104,26 +103,20 @@ def traits(device: torch.device) -> DeviceTraits:
 _metadata_written: ContextVar[bool] = ContextVar("quire_metadata_written", default=False)
 
 
-def after_metadata(always: bool = False) -> None:
-    """Makes the next launch start without PDL, when the step's metadata is complete."""
-    if always or experiment.on("early"):
-        _metadata_written.set(True)
+def options(pdl: bool, *, metadata: bool = False, **rest: Any) -> dict[str, Any]:
+    """Returns the keywords of a launch.
 
+    `launch_pdl` is left out without PDL, because the interpreter does not know it.
 
-def options(pdl: bool, **rest: Any) -> dict[str, Any]:
-    """Returns the keywords of a launch. `launch_pdl` is left out without PDL, because the
-    interpreter does not know it."""
+    Args:
+        metadata: whether the kernel writes the step's metadata. Then the next kernel that writes
+            none starts without PDL.
+    """
     if not pdl:
         return rest
-    if _metadata_written.get():
-        _metadata_written.set(False)
-        return rest
-    return {**rest, "launch_pdl": True}
-
-
-def early(pdl: bool) -> int:
-    """Returns the argument PDL of an EARLY kernel."""
-    return (2 if experiment.on("early") else 1) if pdl else 0
+    behind = _metadata_written.get()
+    _metadata_written.set(metadata)
+    return rest if behind and not metadata else {**rest, "launch_pdl": True}
 
 
 _compiling: ContextVar[bool] = ContextVar("quire_compiling", default=False)

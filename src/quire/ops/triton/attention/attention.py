@@ -33,7 +33,7 @@ from quire.ops.triton.attention.schedule import (
     schedule,
     schedule_long,
 )
-from quire.ops.triton.launch import DeviceTraits, early, launch, options, traits
+from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 _LOG2E = math.log2(math.e)
 _FILLED = 3
@@ -426,7 +426,7 @@ class _Launch:
             partial, lse = self._partial(num_items, tiles)
         launch(attend_short, (kv_heads, num_items))(
             *self.tensors, partial, lse, plan.items, self.rows[2], *self._numbers(),
-            BM=tiles.m, BN=tiles.n, PDL=early(pdl), PREFETCH=prefetch, PARTS=plan.parts,
+            BM=tiles.m, BN=tiles.n, PDL=pdl, PREFETCH=prefetch, PARTS=plan.parts,
             **self.constants, **_options(tiles, pdl),
         )  # fmt: skip
         if plan.parts:
@@ -498,7 +498,7 @@ class _Launch:
             partial, lse, self.tensors[-2], out, items, rows, count, *out.stride()[:2],
             GROUP=self.constants["GROUP"], HEAD_DIM=self.constants["HEAD_DIM"],
             D_PAD=self.constants["D_PAD"], BM=tiles.m, SINKS=self.constants["SINKS"], LONG=long,
-            PDL=early(self.pdl), **options(self.pdl, num_warps=2),
+            PDL=self.pdl, **options(self.pdl, num_warps=2),
         )  # fmt: skip
 
     def _numbers(self) -> tuple[float, ...]:

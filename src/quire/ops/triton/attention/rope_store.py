@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops.choose import current_policy
 from quire.ops.kv import KVLayer
 from quire.ops.triton.attention import kv8
-from quire.ops.triton.launch import early, launch, options, traits
+from quire.ops.triton.launch import launch, options, traits
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _qk_norm_rope_store(
     Grid: (tokens, groups of H heads). The heads of q come first, then those of k, then of v."""
     Q_GROUPS: tl.constexpr = (HEADS + H - 1) // H
     KV_GROUPS: tl.constexpr = (KV_HEADS + H - 1) // H
-    if PDL == 2:
+    if PDL:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -104,8 +104,6 @@ def _qk_norm_rope_store(
     position = tl.load(positions_ptr + token).to(tl.int64)
     if PDL:
         gdc_wait()
-    if PDL == 1:
-        gdc_launch_dependents()
     if slot < 0:
         return
     cos_sin_ptr += position * cos_sin_stride
@@ -205,7 +203,7 @@ def qk_norm_rope_store(
         TAIL_PAD=triton.next_power_of_2(dim - rotary) if dim > rotary else 0,
         BLOCK_TOKENS=kv.k.shape[2], Q_NORM=q_weight is not None, K_NORM=k_weight is not None,
         ROPE=cos_sin is not None, INTERLEAVED=interleaved, KIND=kinds["KIND"],
-        OWN_SCALES=kinds["OWN_SCALES"], PDL=early(use_pdl),
+        OWN_SCALES=kinds["OWN_SCALES"], PDL=use_pdl,
         **options(use_pdl, num_warps=1 if width == 1 else 4),
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ from quire.ops.kv import AttentionHeads
 from quire.ops.rows import DecodeInputs, Expanded, ExpandedGroup, LogitRows, StepRows
 from quire.ops.triton.attention.attention import short_cuts
 from quire.ops.triton.attention.schedule import OWN, empty_schedule, schedule_rows
-from quire.ops.triton.launch import after_metadata, launch, options, traits
+from quire.ops.triton.launch import launch, options, traits
 
 _BLOCK = 1024
 
@@ -132,10 +132,8 @@ def expand_decodes(
         *rows, position, tokens, own, weight, ids, positions, seq_lens, slots, rows_table, embedded,
         *logit_rows, schedule.items, schedule.rows, count, logits, blocks, width, tokens.stride(0),
         own.stride(0), weight.stride(0), *cuts.numbers(count), BLOCK_TOKENS=block_tokens,
-        BLOCK=_BLOCK, **cuts.constants(count), PDL=pdl, **options(pdl, num_warps=4),
+        BLOCK=_BLOCK, **cuts.constants(count), PDL=pdl, **options(pdl, metadata=True, num_warps=4),
     )  # fmt: skip
-    # The next kernels read the schedule and the slots before their waits.
-    after_metadata(always=True)
     group = ExpandedGroup(slots, rows_table)
     return DecodeInputs(
         Expanded(ids, positions, seq_lens, (group,), (), max_seq_len), embedded, schedule

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from quire.ops.rows import LogitRows
-from quire.ops.triton.launch import early, launch, options, traits
+from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.step.sampling_kernels import SUB, logprob_rows, logprob_tiles, pick, scan
 
 _TILE = 2048
@@ -64,7 +64,7 @@ def sample(
         "TILE": _TILE,
         "TRUNCATE": truncate_rows,
         "FAST": device.type == "cuda",
-        "PDL": early(pdl),
+        "PDL": pdl,
     }
     launch(scan, (rows, tiles))(
         logits, *columns, best, entry, peaks, sums, vocab, *strides, _DRAW, **shared,
@@ -102,7 +102,7 @@ def scan_rows(
     launch(scan, (rows, tiles))(
         logits, lanes, position, temperature, top_k, top_p, min_p, seed, sample_index, best, entry,
         best, best, vocab, logits.stride(0), temperature.stride(0), top_k.stride(0), _DRAW,
-        TILE=_TILE, TRUNCATE=False, FAST=device.type == "cuda", PDL=early(pdl),
+        TILE=_TILE, TRUNCATE=False, FAST=device.type == "cuda", PDL=pdl,
         **options(pdl, num_warps=4),
     )  # fmt: skip
     return best, entry

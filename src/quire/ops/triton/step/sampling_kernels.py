@@ -36,14 +36,12 @@ def scan(
     TILE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scans a tile of a row's logits. Grid: (rows, tiles). A temperature of 0 is greedy."""
-    if PDL == 2:
+    if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if PDL:
         gdc_wait()
-    if PDL == 1:
-        gdc_launch_dependents()
     lane = tl.load(lanes_ptr + row).to(tl.int64)
     if lane < 0:
         return
@@ -275,13 +273,11 @@ def pick(
     AT_ONCE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Picks the token of a row. Grid: (rows). Rows without truncation take the scan's best."""
-    if PDL == 2:
+    if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
-    if PDL == 1:
-        gdc_launch_dependents()
     lane = tl.load(lanes_ptr + row).to(tl.int64)
     if lane < 0:
         return

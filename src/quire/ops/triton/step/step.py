@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.arguments import RmsScale
 from quire.ops.rows import Drafts, Expanded, ExpandedGroup, LogitRows, ResultRing, StepRows
-from quire.ops.triton.launch import early, launch, options, traits
+from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.step.sampling import scan_rows
 from quire.ops.triton.step.sampling_kernels import best_entry
 
@@ -214,7 +214,7 @@ def _collect(
 ):  # fmt: skip
     """Copies hidden states, and advances PROMPT rows. Grid: (the larger one of tokens and rows,
     chunks of the width). With NORM a chunk is a whole row."""
-    if PDL == 2:
+    if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -224,8 +224,6 @@ def _collect(
         weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    if PDL == 1:
-        gdc_launch_dependents()
     place = tl.cast(row, tl.int64)
     if row < num_tokens:
         state = tl.load(hidden_ptr + place * hidden_stride + at, mask=inside, other=0.0)
@@ -279,7 +277,7 @@ def collect_rows(
         position if ring is None else ring.turn, hidden if norm is None else norm.weight, tokens,
         count, len(logit_rows.lanes), width, hidden.stride(0),
         1 if ring is None else len(ring.lines), 0.0 if norm is None else norm.eps, BLOCK=block,
-        HELD=held is not None, RING=ring is not None, NORM=norm is not None, PDL=early(pdl),
+        HELD=held is not None, RING=ring is not None, NORM=norm is not None, PDL=pdl,
         **options(pdl, num_warps=4 if norm is None else min(max(block // 512, 1), 16)),
     )  # fmt: skip
 
