@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.layers.expert_weights import ExpertLinear
 from quire.layers.linear import Linear
-from quire.models.decoder import DecoderLayers
+from quire.layers.parameter_slice import LoadableModel
 from quire.models.families.family import Family
 from quire.ops import Weight
 from quire.ops.reference.quantized import dequantize
@@ -46,7 +46,7 @@ class SampledOutputs:
 
 
 @torch.inference_mode()
-def check_weights(model: DecoderLayers, family: Family) -> None:
+def check_weights(model: LoadableModel, family: Family) -> None:
     """Checks a sample of outputs from each quantized projection, including those of experts.
 
     Raises:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.layers.parameter_slice import ParameterSlice, named_slices
+from quire.layers.parameter_slice import LoadableModel, ParameterSlice, named_slices
 from quire.models.config import family_named
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.models.dummy import fill_dummy
@@ -36,7 +36,7 @@ _CHUNK = 32 << 20
 
 
 def load_weights(
-    model: DecoderLayers,
+    model: LoadableModel,
     path: str | Path,
     load_format: str = "auto",
     seed: int = 0,
@@ -69,7 +69,7 @@ def load_weights(
         # A GGUF file names tensors after the model's parameters, for models of every family.
         family = getattr(files[0], "family_for", lambda model, own: own)(model, family)
         places = _places(model, family)
-        found = _check(files, places, family, tied=model.spec.tied_head)
+        found = _check(files, places, family, tied=_tied(model))
         total = sum(entry.nbytes for entry in found.values())
         with ThreadPoolExecutor(_READERS) as pool:
             copies = [
@@ -112,10 +112,15 @@ class _Entry:
     nbytes: int
 
 
-def _places(model: DecoderLayers, family: Family) -> dict[str, list[_Place]]:
+def _tied(model: LoadableModel) -> bool:
+    """Returns whether the model's head shares the weights of its embeddings."""
+    return isinstance(model, DecoderLayers) and model.spec.tied_head
+
+
+def _places(model: LoadableModel, family: Family) -> dict[str, list[_Place]]:
     places: dict[str, list[_Place]] = {}
     for name, part in named_slices(model):
-        if name == "head.weight" and model.spec.tied_head:
+        if name == "head.weight" and _tied(model):
             name = "embedding.weight"
         source = family.source(model.spec, name)
         places.setdefault(source.name, []).append(_Place(part, source))
@@ -146,6 +151,8 @@ def _check(
                 continue
             view = file.get_slice(stored_name)
             shape, dtype = tuple(view.get_shape()), DTYPES.get(view.get_dtype())
+            if wanted is not None:
+                wanted = places[name] = _in_layout(wanted, shape)
             expected = shape if wanted is None else _stored_shape(wanted)
             known = FLOATS if wanted is None else wanted[0].slice.dtypes
             if shape != expected and shape != (*expected, 1):
@@ -162,6 +169,15 @@ def _check(
     if problems:
         raise ModelError(f"the checkpoint does not fit its config.json: {first_few(problems)}")
     return found
+
+
+def _in_layout(places: list[_Place], shape: tuple[int, ...]) -> list[_Place]:
+    """Returns the places of a tensor of this shape: in the slices' own layout or in their other."""
+    others = [
+        _Place(place.slice.other, place.source) for place in places if place.slice.other is not None
+    ]
+    fits = len(others) == len(places) and shape == _stored_shape(others)
+    return others if fits and shape != _stored_shape(places) else places
 
 
 def _stored_shape(places: list[_Place]) -> tuple[int, ...]:

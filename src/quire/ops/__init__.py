@@ -13,6 +13,7 @@ from quire.ops.rows import DecodeInputs, Drafts, Expanded, LogitRows, ResultRing
 from quire.ops.weight import Weight, WeightFormat
 
 activate = op(reference.activate)
+add_rows = op(reference.add_rows)
 adjust = op(reference.adjust)
 attention_schedule = op(reference.attention_schedule)
 collect_rows = op(reference.collect_rows)
@@ -26,17 +27,20 @@ linear = op(reference.linear)
 paged_attention = op(reference.paged_attention)
 place_drafts = op(reference.place_drafts)
 qk_norm_rope_store = op(reference.qk_norm_rope_store)
+replace_rows = op(reference.replace_rows)
 rms_norm = op(reference.rms_norm)
 sample = op(reference.sample)
 sample_and_finish = op(reference.sample_and_finish)
 scatter = op(reference.scatter)
+section_rotary = op(reference.section_rotary)
 token_logprobs = op(reference.token_logprobs)
 
 __all__ = [
     "Activation", "AttentionHeads", "DecodeInputs", "Drafts", "Expanded", "KVFormat", "KVLayer",
     "LogitRows", "Policy", "ResultRing", "RmsScale", "Scratch", "StepRows", "Weight",
-    "WeightFormat", "activate", "adjust", "attention_schedule", "collect_rows", "copy_blocks",
-    "current_policy", "embedding", "expand_decodes", "expand_rows", "finish_rows", "kv_format",
-    "layer_norm", "linear", "op", "paged_attention", "place_drafts", "qk_norm_rope_store",
-    "rms_norm", "sample", "sample_and_finish", "scatter", "token_logprobs", "use_policy",
+    "WeightFormat", "activate", "add_rows", "adjust", "attention_schedule", "collect_rows",
+    "copy_blocks", "current_policy", "embedding", "expand_decodes", "expand_rows", "finish_rows",
+    "kv_format", "layer_norm", "linear", "op", "paged_attention", "place_drafts",
+    "qk_norm_rope_store", "replace_rows", "rms_norm", "sample", "sample_and_finish", "scatter",
+    "section_rotary", "token_logprobs", "use_policy",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ the graphs of both can share their memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,12 +103,14 @@ class BoundModel:
         shape: BodyShape,
         *,
         drafts: Drafts | None = None,
+        change: Callable[[ForwardBatch], None] | None = None,
         **inputs: Any,
     ) -> Tensor:
         """Computes the rows' tokens, and fills in `logit_rows`. Returns hidden states [T, width].
 
         Args:
             drafts: the claims after `place_drafts`, or None if no row has drafts.
+            change: changes the batch before the model gets it.
             inputs: further inputs of the model.
         """
         groups = [(self.state.groups[i], self.state.tables[i]) for i in self.groups]
@@ -129,6 +131,8 @@ class BoundModel:
             max_seq_len=expanded.max_seq_len,
             embedded=embedded,
         )
+        if change is not None:
+            change(batch)
         hidden: Tensor = self.model(batch, self.layers, **inputs)
         return hidden
 
@@ -199,9 +203,20 @@ class StepProgram:
         logit_rows = state.logit_rows  # All of them, because heads may be padded more than bodies.
         for hook in self.hooks:
             hook.body(rows, shape.tokens, shape.altered)
+
+        def change(batch: ForwardBatch) -> None:
+            for hook in self.hooks:
+                hook.batch(rows, batch, shape.altered)
+
         norm = self.model.last_norm if self.bound.fused else None
         hidden = self.bound.forward(
-            rows, logit_rows, shape, drafts=drafts, shallow=shallow, normed=norm is None
+            rows,
+            logit_rows,
+            shape,
+            drafts=drafts,
+            change=change,
+            shallow=shallow,
+            normed=norm is None,
         )
         ops.collect_rows(
             hidden, rows, logit_rows, position, self.last, self.hidden, self.held, state.ring, norm
