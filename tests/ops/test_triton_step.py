@@ -148,6 +148,7 @@ def test_decodes_are_expanded_like_any_rows(kernel_device: str, window: int | No
     rows = StepRows(*(part.to(kernel_device) for part in rows))
     position = ints([-1, 1200, 17, 95, 0, -2 - 33], kernel_device)
     tokens = torch.randint(0, 50, (6, 2000), generator=make).int().to(kernel_device)
+    tokens[2, 17] = 1 << 30  # An image's token is not in the vocabulary.
     table = torch.randint(0, 99, (6, 500), generator=make).int().to(kernel_device)
     weight = torch.randn(50, 70, generator=make).to(kernel_device)
     heads = AttentionHeads(4, 2, 64, torch.float32, KVFormat(torch.float32), window)

@@ -9,7 +9,7 @@ Most kernels call `gdc_launch_dependents` after their wait, so that their succes
 everything before them is complete. EARLY kernels call it first, and start their successor sooner. A
 kernel whose predecessors are EARLY may read only weights and the step's metadata before its own
 wait. Metadata is complete by then, because the kernel behind those that write it starts without PDL
-(`options`)."""
+(`metadata_options`)."""
 
 from __future__ import annotations
 
@@ -103,20 +103,23 @@ def traits(device: torch.device) -> DeviceTraits:
 _metadata_written: ContextVar[bool] = ContextVar("quire_metadata_written", default=False)
 
 
-def options(pdl: bool, *, metadata: bool = False, **rest: Any) -> dict[str, Any]:
-    """Returns the keywords of a launch.
+def options(pdl: bool, **rest: Any) -> dict[str, Any]:
+    """Returns the keywords of a launch. `launch_pdl` is left out without PDL, because the
+    interpreter does not know it."""
+    if pdl and _metadata_written.get():
+        _metadata_written.set(False)
+        return rest
+    return {**rest, "launch_pdl": True} if pdl else rest
 
-    `launch_pdl` is left out without PDL, because the interpreter does not know it.
 
-    Args:
-        metadata: whether the kernel writes the step's metadata. Then the next kernel that writes
-            none starts without PDL.
-    """
+def metadata_options(pdl: bool, **rest: Any) -> dict[str, Any]:
+    """Returns the keywords of a launch that writes the step's metadata.
+
+    The next launch that writes none starts without PDL."""
     if not pdl:
         return rest
-    behind = _metadata_written.get()
-    _metadata_written.set(metadata)
-    return rest if behind and not metadata else {**rest, "launch_pdl": True}
+    _metadata_written.set(True)
+    return {**rest, "launch_pdl": True}
 
 
 _compiling: ContextVar[bool] = ContextVar("quire_compiling", default=False)

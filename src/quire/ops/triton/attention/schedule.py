@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.launch import launch, options
+from quire.ops.triton.launch import launch, metadata_options
 
 OWN = 8
 _FEWEST = tl.constexpr(2)
@@ -305,7 +305,7 @@ def schedule(query_start: Tensor, seq_lens: Tensor, cuts: Cuts, *, pdl: bool) ->
     launch(_schedule, (triton.cdiv(count, OWN),))(
         query_start, seq_lens, made.items, made.rows, count, *cuts.numbers(count),
         **cuts.constants(count), PDL=pdl,
-        **options(pdl, metadata=True, num_warps=1 if count <= 32 else 4),
+        **metadata_options(pdl, num_warps=1 if count <= 32 else 4),
     )  # fmt: skip
     return made
 
@@ -440,6 +440,6 @@ def schedule_long(
         query_start, seq_lens, items, places, num_rows, num_items, tokens, spare, shortest,
         window or 0, most_parts,
         GROUP=group, BM=tiles.m, BN=tiles.n, AT_ONCE=at_once, WINDOW=window is not None, PDL=pdl,
-        **options(pdl, metadata=True, num_warps=1 if num_rows <= 32 else 4),
+        **metadata_options(pdl, num_warps=1 if num_rows <= 32 else 4),
     )  # fmt: skip
     return LongSchedule(items, places, tiles)

@@ -12,7 +12,7 @@ from quire.ops.kv import AttentionHeads
 from quire.ops.rows import DecodeInputs, Expanded, ExpandedGroup, LogitRows, StepRows
 from quire.ops.triton.attention.attention import short_cuts
 from quire.ops.triton.attention.schedule import OWN, empty_schedule, schedule_rows
-from quire.ops.triton.launch import launch, options, traits
+from quire.ops.triton.launch import launch, metadata_options, traits
 
 _BLOCK = 1024
 
@@ -21,8 +21,8 @@ _BLOCK = 1024
 def _expand_decode(
     row, at, lanes_ptr, logit_start_ptr, flags_ptr, position_ptr, tokens_ptr, table_ptr,
     weight_ptr, ids_ptr, positions_ptr, seq_lens_ptr, slots_ptr, rows_table_ptr, embedded_ptr,
-    logit_lanes_ptr, logit_tokens_ptr, lengths_ptr, ahead_ptr, max_blocks, width, tokens_stride,
-    table_stride, weight_stride, leader, BLOCK_TOKENS: tl.constexpr,
+    logit_lanes_ptr, logit_tokens_ptr, lengths_ptr, ahead_ptr, max_blocks, entries, width,
+    tokens_stride, table_stride, weight_stride, leader, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Writes the token of a row. Places `at` are columns of its block table and embedding."""
     lane = tl.load(lanes_ptr + row).to(tl.int64)
@@ -35,8 +35,8 @@ def _expand_decode(
     used = (at < max_blocks) & (at * BLOCK_TOKENS <= tl.where(live, position, -1))
     entry = tl.load(table + at, mask=used, other=0)
     tl.store(rows_table_ptr + row.to(tl.int64) * max_blocks + at, entry, mask=used)
-    # The id -1, of padding, reads nothing and gives zeros.
-    own = at < tl.where(token >= 0, width, 0)
+    # An id outside of the table, such as -1 for padding, reads nothing and gives zeros.
+    own = at < tl.where((token >= 0) & (token < entries), width, 0)
     values = tl.load(weight_ptr + token.to(tl.int64) * weight_stride + at, mask=own, other=0.0)
     tl.store(embedded_ptr + row.to(tl.int64) * width + at, values, mask=at < width)
     block = tl.load(table + position // BLOCK_TOKENS, mask=real, other=0).to(tl.int64)
@@ -66,8 +66,8 @@ def _expand_decodes(
     lanes_ptr, query_start_ptr, logit_start_ptr, flags_ptr, position_ptr, tokens_ptr, table_ptr,
     weight_ptr, ids_ptr, positions_ptr, seq_lens_ptr, slots_ptr, rows_table_ptr, embedded_ptr,
     logit_lanes_ptr, logit_tokens_ptr, lengths_ptr, ahead_ptr, items_ptr, item_rows_ptr, num_rows,
-    num_logits, max_blocks, width, tokens_stride, table_stride, weight_stride, num_items, spare,
-    longest, window, min_tiles, most,
+    num_logits, max_blocks, entries, width, tokens_stride, table_stride, weight_stride, num_items,
+    spare, longest, window, min_tiles, most,
     BLOCK_TOKENS: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, OWN_ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr, ONCE: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def _expand_decodes(
             program, at, lanes_ptr, logit_start_ptr, flags_ptr, position_ptr, tokens_ptr, table_ptr,
             weight_ptr, ids_ptr, positions_ptr, seq_lens_ptr, slots_ptr, rows_table_ptr,
             embedded_ptr, logit_lanes_ptr, logit_tokens_ptr, lengths_ptr, ahead_ptr, max_blocks,
-            width, tokens_stride, table_stride, weight_stride, chunk == 0, BLOCK_TOKENS,
+            entries, width, tokens_stride, table_stride, weight_stride, chunk == 0, BLOCK_TOKENS,
         )  # fmt: skip
     elif program == num_rows:
         place = tl.load(logit_start_ptr + num_rows) + at
@@ -130,9 +130,10 @@ def expand_decodes(
     )
     launch(_expand_decodes, grid)(
         *rows, position, tokens, own, weight, ids, positions, seq_lens, slots, rows_table, embedded,
-        *logit_rows, schedule.items, schedule.rows, count, logits, blocks, width, tokens.stride(0),
-        own.stride(0), weight.stride(0), *cuts.numbers(count), BLOCK_TOKENS=block_tokens,
-        BLOCK=_BLOCK, **cuts.constants(count), PDL=pdl, **options(pdl, metadata=True, num_warps=4),
+        *logit_rows, schedule.items, schedule.rows, count, logits, blocks, *weight.shape,
+        tokens.stride(0), own.stride(0), weight.stride(0), *cuts.numbers(count),
+        BLOCK_TOKENS=block_tokens, BLOCK=_BLOCK, **cuts.constants(count), PDL=pdl,
+        **metadata_options(pdl, num_warps=4),
     )  # fmt: skip
     group = ExpandedGroup(slots, rows_table)
     return DecodeInputs(
