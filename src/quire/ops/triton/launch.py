@@ -100,7 +100,7 @@ def traits(device: torch.device) -> DeviceTraits:
     return _cuda_traits(index, "pdl" not in current_policy().disabled)
 
 
-_metadata_written: ContextVar[bool] = ContextVar("quire_metadata_written", default=False)
+_metadata_written: ContextVar[bool] = ContextVar("metadata_written", default=False)
 
 
 def options(pdl: bool, **rest: Any) -> dict[str, Any]:
