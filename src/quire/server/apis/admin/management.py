@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
+from quire.checkpoint_digest import checkpoint_digest
 from quire.config import EngineArgs, EngineConfig
-from quire.features.disaggregation.facts import checkpoint_digest
 from quire.server.errors import ApiError, stuck_error
 from quire.server.http.query import Query
 from quire.server.http.sse import json_response
