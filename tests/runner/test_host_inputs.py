@@ -169,7 +169,7 @@ def packed(plan: StepPlan, drafts: int) -> tuple[list[int], list[int]]:
     hook.bind(state)
     inputs: Int32 = state.idle_inputs()
     hook.pack(plan, inputs)
-    *_, lines, gate = state.split_inputs(inputs)
+    *_, lines, gate, _ = state.split_inputs(inputs)
     return lines.tolist(), gate.tolist()
 
 

@@ -97,7 +97,9 @@ class SizedModel:
         limits = self.loaded.limits
         columns = [column for hook in self.hooks for column in hook.columns(limits)]
         columns += [ColumnSpec(f"num_{name}", fill=-1) for name in rare]
-        self.state = BatchState(limits, groups, self.loaded.device, columns)
+        # A step's results stay in host memory until the host has read them.
+        slots = self.loaded.config.scheduler.steps_in_flight + 1
+        self.state = BatchState(limits, groups, self.loaded.device, columns, slots)
         for hook in self.hooks:
             hook.bind(self.state)
 
@@ -108,7 +110,10 @@ class SizedModel:
             own_groups: number of KV groups of the model that gives the tokens.
         """
         model, layers = self.loaded.model, self.cache.layers
-        bound = BoundModel(model, self.state, layers, range(own_groups), self.state.position)
+        fuses = "fusions" not in self.loaded.policy.disabled
+        bound = BoundModel(
+            model, self.state, layers, range(own_groups), self.state.position, fused=fuses
+        )
         self.program = StepProgram(bound, self.program_hooks, acceptance.claims)
 
     def add_rare(self, parameters: Sequence[str]) -> None:

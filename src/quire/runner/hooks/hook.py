@@ -67,6 +67,8 @@ class HeadContext:
         raw: [L, vocab], the model's unchanged logits.
         logits: [L, vocab], the logits. Hooks change them before tokens are drawn.
         tokens: int32 [L], the drawn tokens. The token is -1 where a logit was not a number.
+        fused: whether tokens are drawn and accepted at once, by the last hook. Then `tokens` is
+            None.
     """
 
     level: Level
@@ -78,6 +80,7 @@ class HeadContext:
     raw: Tensor
     logits: Tensor
     tokens: Tensor | None = None
+    fused: bool = False
 
     def own_logits(self) -> Tensor:
         """Returns logits that may be changed in place while `raw` is still needed."""
@@ -179,9 +182,11 @@ class ProgramHook(Hook):
     Attributes:
         alters: whether `body` can change what the model computes. If so, bodies are captured with
             and without that change, and `altered` chooses.
+        changes_tokens: whether `tokens` changes the drawn tokens of PLAIN heads.
     """
 
     alters: bool = False
+    changes_tokens: bool = False
 
     def programs(self) -> Mapping[str, Callable[[], None]]:
         """Returns further programs to capture, by name.

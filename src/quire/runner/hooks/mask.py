@@ -130,7 +130,7 @@ class Mask(ProgramHook, HostHook, GateHook):
     def pack(self, plan: StepPlan, inputs: Int32) -> None:
         if self.inputs is None or not plan.gated:
             return
-        *_, lines, gate = self._state.split_inputs(inputs)
+        *_, lines, gate, _ = self._state.split_inputs(inputs)
         counts = np.diff(logit_starts(plan))
         starts = np.cumsum(counts) - counts
         masked = (plan.flags & (RowFlag.GATED | RowFlag.HELD)) != 0
