@@ -101,6 +101,10 @@ class NewsType(Generic[Value]):
     default: Value
 
 
+UNREADY: NewsType[str] = NewsType("engine.unready", str, "")
+"""Why the engine takes no requests for now; "" if it does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
     """The answer of a call that starts work.

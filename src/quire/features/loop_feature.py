@@ -14,7 +14,8 @@ from quire.request import Request, RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
 
-Failure = tuple[Request, QuireError]
+Failure = tuple[Request, QuireError | None]
+"""A request that has failed, with its error. None: it was aborted, and keeps its tokens."""
 
 
 class EngineInterface(Protocol):

@@ -52,6 +52,7 @@ class FeatureSpec:
         request_check: makes a `RequestCheck` from an `EngineConfig`, in each API process.
         keywords: functions by keyword of `LLM.generate`. Arguments: the loop, the keyword's value,
             the number of prompts. They return a `RequestOptions` for each prompt.
+        methods: functions by method of `LLM`. Arguments: the loop, then the method's own.
         models: makes `NamedModels` from the engine's client, in each API process.
 
         calls: its tuple of `CallType`s.
@@ -85,6 +86,7 @@ class FeatureSpec:
     live_rows: str = ""
     metrics: str = ""
     keywords: Mapping[str, str] = field(default_factory=dict)
+    methods: Mapping[str, str] = field(default_factory=dict)
     models: str = ""
     routes: str = ""
     origin: str = ""

@@ -60,20 +60,23 @@ class SizedModel:
         self.loaded = loaded
         self.num_blocks = num_blocks
         self.features = tuple(features)
-        self.cache = KVCache(
-            loaded.groups,
-            num_blocks,
-            layouts=[layout for model in loaded.models for layout in model.kv_layouts],
-            kv_format=loaded.kv_format,
-            device=loaded.device,
-            head_scales=loaded.head_scales(),
-        )
+        with loaded.kv_memory.allocate():
+            self.cache = KVCache(
+                loaded.groups,
+                num_blocks,
+                layouts=[layout for model in loaded.models for layout in model.kv_layouts],
+                kv_format=loaded.kv_format,
+                device=loaded.device,
+                head_scales=loaded.head_scales(),
+            )
         places: dict[str, Place] = {}
         for hook in features:
             places |= hook.places(self.cache, loaded.models, loaded.group)
         self.transfer = KVTransfer(places) if places else None
         self.rare = list(_RARE_HOOKS)
         self._prepare(loaded.groups)
+        for hook in features:
+            hook.take_memory(loaded.weight_memory, loaded.kv_memory, self.cache, loaded.models)
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""

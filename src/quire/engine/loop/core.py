@@ -265,7 +265,8 @@ class EngineCore:
             for request_id in woken:
                 self.scheduler.wake(request_id)
             for request, error in failed:
-                if self.scheduler.abort(request.request_id, FinishReason.ERROR) is not None:
+                reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+                if self.scheduler.abort(request.request_id, reason) is not None:
                     self._failures.append((request, error))
                     self._forget_ended(request.request_id.rpartition("/")[0])
 

@@ -87,6 +87,11 @@ def keyword_options(core: Any, count: int, **given: Any) -> list[RequestOptions]
     return options
 
 
+def method_of_feature(name: str) -> Any:
+    """Returns the function with which a feature carries out a method of `LLM`."""
+    return next(resolve(spec.methods[name]) for spec in all_features() if name in spec.methods)
+
+
 def open_loop(spec: FeatureSpec, config: EngineConfig) -> LoopFeature:
     """Makes a feature's part of the engine's loop and of the scheduler."""
     made: LoopFeature = resolve(spec.loop)(config)

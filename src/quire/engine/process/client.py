@@ -252,7 +252,9 @@ class EngineClient:
                 reader = readers[index]
                 if reader.finished:
                     continue
-                update = reader.feed(delta.tokens, delta.logprobs, delta.reason, delta.stop_token)
+                update = reader.feed(
+                    delta.tokens, delta.logprobs, delta.reason, delta.stop_token, delta.versions
+                )
                 if first:
                     first = False
                     update.prompt_token_ids = prompt

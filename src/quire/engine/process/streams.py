@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from quire.arrays import Float32
 from quire.engine.loop.messages import StepOutputs
 from quire.errors import QuireError
+from quire.outputs import VersionRun
 from quire.plan import Logprobs
 
 
@@ -40,6 +41,7 @@ class TokenDelta:
         num_cached_tokens: prompt tokens from the prefix cache, with the first tokens only.
         queued: seconds until the request's first step, with the first tokens only.
         pooled: float32 [hidden size], for a request for an embedding.
+        versions: versions of the weights that gave the tokens; empty for version 0.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -49,6 +51,7 @@ class TokenDelta:
     num_cached_tokens: int = 0
     queued: float = 0.0
     pooled: Float32 | None = None
+    versions: list[VersionRun] = field(default_factory=list)
 
 
 class RequestStream:
@@ -136,6 +139,10 @@ class StreamRouter:
         for handle, count in zip(message.handles.tolist(), message.counts.tolist(), strict=True):
             delta = self._delta(handle)
             if delta is not None:
+                if message.version:
+                    if delta.tokens and not delta.versions:
+                        delta.versions.append((0, len(delta.tokens)))
+                    delta.versions.append((message.version, count))
                 delta.tokens += tokens[at : at + count]
             at += count
         for handle, part in message.logprobs:

@@ -14,7 +14,7 @@ from quire.plan import KVGroup
 from quire.system import open_regular, stored_weights
 from quire.version import __version__
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The version of the messages between engines."""
 _SAMPLE_BYTES = 1 << 16
 

@@ -280,7 +280,7 @@ class TextSource:
         for lane, text in enumerate(self._texts):
             if text is not None and text.request is request:
                 self._texts[lane] = None
-        if not self._settings.lookup or not request.num_output_tokens:
+        if request.mixed or not self._settings.lookup or not request.num_output_tokens:
             return
         start = max(0, request.prompt_len - self._settings.lookup_max)
         recent = self._recent.pop(request.namespace, None)
