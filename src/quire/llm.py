@@ -217,7 +217,7 @@ class LLM:
         Args:
             source: pairs of a tensor's name in the checkpoint and the tensor, or a folder of
                 safetensors files. Tensors that it lacks do not change.
-            mode: what happens to requests that run 
+            mode: what happens to requests that run:
                 wait: they end first, with the weights that they began with.
                 keep: they go on with their KV.
                 abort: they end.
@@ -377,7 +377,8 @@ class LLM:
         return True
 
     def _close(self, job: _Job, request: Request, reason: str) -> bool:
-        """Ends a completion that failed or was aborted, with its tokens so far. Returns whether the job ended."""
+        """Ends a completion that failed or was aborted, with its tokens so far. Returns whether
+        the job ended."""
         reader = job.readers[request.sample_index]
         if reader.finished:
             return False

@@ -101,8 +101,8 @@ class NewsType(Generic[Value]):
     default: Value
 
 
-UNREADY: NewsType[str] = NewsType("engine.unready", str, "")
-"""Why the engine takes no requests for now; "" if it does."""
+UNREADY: NewsType[tuple[str, str]] = NewsType("engine.unready", tuple[str, str], ("", ""))
+"""Why the engine takes no requests for now: an error code, and a sentence. Empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)

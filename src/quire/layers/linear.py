@@ -273,7 +273,8 @@ class Linear(nn.Module):
         """Whether an update of the weights must bring all of the layer's tensors. Projections may
         share an input scale, or an order of their weights for a CPU."""
         return any(
-            weight.input_scale is not None or (weight.prepacked is not None and weight.values.is_meta)
+            weight.input_scale is not None
+            or (weight.prepacked is not None and weight.values.is_meta)
             for weight in self.weights
         )
 

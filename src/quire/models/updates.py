@@ -85,7 +85,10 @@ class WeightUpdate:
         """Returns the modules of which a tensor is updated, by name."""
         found = {}
         for name, module in self.model.named_modules():
-            if isinstance(module, Loadable) and self._stored_names(name, module) & self._found.keys():
+            if (
+                isinstance(module, Loadable)
+                and self._stored_names(name, module) & self._found.keys()
+            ):
                 found[name] = module
         head = getattr(self.model, "head", None)
         if isinstance(head, Linear) and head.tied and "embedding" in found:

@@ -24,7 +24,8 @@ from quire.errors import QuireError
 _DONTNEED = 4
 """MADV_DONTNEED of Linux."""
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
-"""CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE."""
+"""CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE and
+CU_MEM_ACCESS_FLAGS_PROT_READWRITE."""
 
 Span = tuple[int, int]
 """First address, and the address after the last byte."""

@@ -124,6 +124,11 @@ def asleep_error() -> ApiError:
     )
 
 
+def unready_error(code: str, reason: str) -> ApiError:
+    """Returns the error for an engine that lives but takes no requests for now."""
+    return ApiError(503, reason, code=code, retry_after=_RETRY_SECONDS)
+
+
 def engine_dead_error(end: str = "") -> ApiError:
     """Returns the error for a dead engine.
 

@@ -53,6 +53,14 @@ class TokenDelta:
     pooled: Float32 | None = None
     versions: list[VersionRun] = field(default_factory=list)
 
+    def add(self, tokens: list[int], version: int) -> None:
+        """Adds tokens that a version of the weights gave."""
+        if version:
+            if self.tokens and not self.versions:
+                self.versions.append((0, len(self.tokens)))
+            self.versions.append((version, len(tokens)))
+        self.tokens += tokens
+
 
 class RequestStream:
     """Unread output of one request, for one reader.
@@ -139,11 +147,7 @@ class StreamRouter:
         for handle, count in zip(message.handles.tolist(), message.counts.tolist(), strict=True):
             delta = self._delta(handle)
             if delta is not None:
-                if message.version:
-                    if delta.tokens and not delta.versions:
-                        delta.versions.append((0, len(delta.tokens)))
-                    delta.versions.append((message.version, count))
-                delta.tokens += tokens[at : at + count]
+                delta.add(tokens[at : at + count], message.version)
             at += count
         for handle, part in message.logprobs:
             if (delta := self._delta(handle)) is not None:

@@ -104,9 +104,7 @@ class Peer:
                 # Another thread has just had this failure. A new handshake would only wait again.
                 raise PeerError(*self._refusal)
             epoch = self._epoch or self._shake_hands()
-        request = PromptRequest(
-            list(tokens), first, self.reader, epoch, salt, self.layers, weights
-        )
+        request = PromptRequest(list(tokens), first, self.reader, epoch, salt, self.layers, weights)
         try:
             return self._post("/kv/prefill", request, Grant, traceparent)
         except PeerError as error:

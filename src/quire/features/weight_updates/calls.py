@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from quire.errors import RequestError
 from quire.features.call import CallType
 from quire.features.weight_updates.sources import JoinGroup, Source
 
@@ -20,6 +22,26 @@ retract: they go on under the new weights, which compute the KV of all their tok
 PauseMode = Literal["keep", "wait", "abort", "retract"]
 """The same, for a pause. keep: requests stand still, and hold their KV."""
 Tag = Literal["weights", "kv"]
+
+
+_TAGS: dict[str, Tag | None] = {
+    "weights": "weights",
+    "kv": "kv",
+    "kv_cache": "kv",
+    "cuda_graph": None,
+}
+"""Names of tags. Captured graphs always stay, so their tag asks for nothing."""
+
+
+def known_tags(names: Sequence[str] | None) -> tuple[Tag, ...]:
+    """Returns the tags that names stand for; None stands for all. Raises RequestError."""
+    for name in names or ():
+        if name not in _TAGS:
+            raise RequestError(
+                f"'tags' has '{name[:100]}', but the memory's tags are weights and kv", "tags"
+            )
+    found = (_TAGS[name] for name in (("weights", "kv") if names is None else names))
+    return tuple(dict.fromkeys(tag for tag in found if tag is not None))
 
 
 class UpdateWeights(msgspec.Struct, frozen=True):

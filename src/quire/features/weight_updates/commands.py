@@ -31,7 +31,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Waits until an update is prepared."""
+    """Waits for the thread of an earlier command."""
 
     number: int
 
@@ -49,8 +49,13 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Joins a trainer's group. Waits for all of its members."""
+    """Begins to join a trainer's group in a thread, which waits for all of its members.
 
+    Attributes:
+        number: number for `Ready`.
+    """
+
+    number: int
     group: JoinGroup
 
 

@@ -212,11 +212,11 @@ class WeightUpdates(Feature, LoopFeature):
         return self._numbers
 
     def news(self) -> Mapping[NewsType[Any], Any]:
-        reason = ""
+        reason = "", ""
         if self._missing:
-            reason = str(WeightsError())
+            reason = "weights_incomplete", str(WeightsError())
         elif self._asleep:
-            reason = "The engine sleeps until POST /wake_up."
+            reason = "asleep", "The engine sleeps until POST /wake_up."
         return {UNREADY: reason}
 
     def state(self) -> WeightsState:
@@ -281,7 +281,9 @@ class WeightUpdates(Feature, LoopFeature):
             self._stats.failures += 1
             self._missing |= names
             self._end_all(WeightsError())
-            raise WeightsError(f"the update has failed, and the weights are incomplete: {error}")
+            raise WeightsError(
+                f"the update has failed, and the weights are incomplete: {error}"
+            ) from None
         self._missing = frozenset()
         self._lost = False
         self._stats.updates += 1
@@ -290,9 +292,7 @@ class WeightUpdates(Feature, LoopFeature):
         self._stats.stale_draft_updates += bool(self._hook.drafts)
         return self.state()
 
-    def _prepare(
-        self, number: int, asked: UpdateWeights
-    ) -> Generator[None, None, frozenset[str]]:
+    def _prepare(self, number: int, asked: UpdateWeights) -> Generator[None, None, frozenset[str]]:
         """Opens and checks an update on all ranks, while steps go on. Returns its names.
 
         The first rank checks first. Others have the same names and shapes.
@@ -416,7 +416,20 @@ class WeightUpdates(Feature, LoopFeature):
         return self.state()
 
     def _join(self, asked: JoinGroup) -> Job:
-        yield from self._send(Join(asked))
+        """Joins a group in threads of all ranks, while steps go on."""
+        self._numbers += 1
+        number = self._numbers
+        if self._config.args.ranks > 1:
+            yield from self._send(Join(number, asked))
+        joined = self._hook.join(number, asked)
+        try:
+            while not joined.done():
+                yield
+            joined.result()
+            if self._config.args.ranks > 1:
+                yield from self._send(Ready(number))
+        finally:
+            self._hook.drop(number)
 
     def _leave(self, asked: str) -> Job:
         yield from self._send(Leave(asked))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +33,7 @@ from quire.features.weight_updates.commands import (
 )
 from quire.features.weight_updates.groups import BroadcastGroup
 from quire.features.weight_updates.reader import OpenSource, open_source
-from quire.features.weight_updates.sources import Source
+from quire.features.weight_updates.sources import JoinGroup, Source
 from quire.models import Decoder
 from quire.models.decoder import DecoderLayers
 from quire.models.updates import WeightUpdate, reload_weights
@@ -41,6 +43,8 @@ from quire.runner.hooks.hook import HostHook
 from quire.runner.kv_cache import KVCache
 from quire.runner.readback import Step
 from quire.runner.releasable import ReleasableMemory
+
+_log = logging.getLogger("quire.engine")
 
 UPDATES: WorkerCall[None, UpdateHook] = WorkerCall("weight_updates.hook")
 """Returns the hook of the first rank."""
@@ -80,7 +84,7 @@ class UpdateHook(HostHook):
     """Carries out the commands of a plan's entry before the body of its step.
 
     Attributes:
-        outcomes: outcomes of commands that the loop has not taken yet, in order.
+        outcomes: on the first rank, outcomes of commands that the loop has not taken yet.
         local: tensors of this process that updates bring, by the number of their `LocalSource`.
         drafts: number of further models with weights of their own, which updates do not reach.
     """
@@ -90,7 +94,8 @@ class UpdateHook(HostHook):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._device = torch.device(config.device)
-        self._prepared: dict[int, Future[_Prepared]] = {}
+        self._threads: dict[int, Future[Any]] = {}
+        """Work in threads, by the number that the loop gave it."""
         self._groups: dict[str, BroadcastGroup] = {}
         self.outcomes: list[Outcome] = []
         self.local: dict[int, Mapping[str, Tensor]] = {}
@@ -116,13 +121,15 @@ class UpdateHook(HostHook):
     def begin(self, step: Step) -> None:
         if ENTRY in step.plan.writes:
             for line in step.plan.writes[ENTRY][1]:
-                self.outcomes.append(self._run(decode(line)))
+                outcome = self._run(decode(line))
+                if not global_rank():
+                    self.outcomes.append(outcome)
 
     def calls(self) -> Mapping[WorkerCall[Any, Any], Callable[[Any], Any]]:
         return {UPDATES: lambda _: self}
 
     def close(self) -> None:
-        for number in list(self._prepared):
+        for number in list(self._threads):
             self.drop(number)
         self._groups.clear()
 
@@ -139,7 +146,7 @@ class UpdateHook(HostHook):
         if float(sum_over_all_ranks(failed)) and error is None:
             error = QuireError("another rank has failed; its log has the error")
         elif error is not None and global_rank():
-            print(f"rank {global_rank()}: {error}", flush=True)
+            _log.error("rank %d: %s", global_rank(), error)
         return Outcome(error, time.monotonic() - begun, size)
 
     def _obey(self, command: Command) -> int:
@@ -148,14 +155,13 @@ class UpdateHook(HostHook):
             case Prepare(number, source, whole):
                 self.prepare(number, source, whole=whole)
             case Ready(number):
-                self._prepared[number].result()
+                self._threads[number].result()
             case Write(number):
                 return self._write(number)
             case Drop(number):
                 self.drop(number)
-            case Join(group):
-                rank = group.rank_offset + global_rank()
-                self._groups[group.group] = BroadcastGroup(group, rank, self._device)
+            case Join(number, group):
+                self.join(number, group)
             case Leave(group):
                 if self._groups.pop(group, None) is None:
                     raise QuireError(f"this engine has not joined a group {group!r}")
@@ -167,18 +173,30 @@ class UpdateHook(HostHook):
 
     def prepare(self, number: int, source: Source, *, whole: bool) -> Future[_Prepared]:
         """Opens a source and checks it in a thread, unless that has begun already."""
-        if number not in self._prepared:
-            ready: Future[_Prepared] = Future()
-            self._prepared[number] = ready
+        return self._begin(number, functools.partial(self._open, source, whole=whole))
+
+    def join(self, number: int, group: JoinGroup) -> Future[None]:
+        """Joins a trainer's group in a thread, unless that has begun already."""
+        return self._begin(number, functools.partial(self._join, group))
+
+    def _begin(self, number: int, work: Callable[[], Any]) -> Future[Any]:
+        """Begins work in a thread, unless work of that number has begun already."""
+        if number not in self._threads:
+            ready: Future[Any] = Future()
+            self._threads[number] = ready
 
             def run() -> None:
                 try:
-                    ready.set_result(self._open(source, whole=whole))
+                    ready.set_result(work())
                 except BaseException as error:
                     ready.set_exception(error)
 
             threading.Thread(target=run, daemon=True, name="weight-update").start()
-        return self._prepared[number]
+        return self._threads[number]
+
+    def _join(self, group: JoinGroup) -> None:
+        rank = group.rank_offset + global_rank()
+        self._groups[group.group] = BroadcastGroup(group, rank, self._device)
 
     def _open(self, source: Source, *, whole: bool) -> _Prepared:
         if self._config.args.redundant_experts:
@@ -196,7 +214,7 @@ class UpdateHook(HostHook):
             return _Prepared(stack.pop_all(), opened, update)
 
     def _write(self, number: int) -> int:
-        prepared = self._prepared.pop(number).result()
+        prepared = self._threads.pop(number).result()
         with prepared.stack:
             prepared.update.write(prepared.source.stream)
             if self._device.type == "cuda":
@@ -206,7 +224,7 @@ class UpdateHook(HostHook):
 
     def drop(self, number: int) -> None:
         """Closes the source of an update that will not be written. Idempotent."""
-        prepared = self._prepared.pop(number, None)
+        prepared = self._threads.pop(number, None)
         if prepared is not None:
             prepared.add_done_callback(_close)
 
@@ -232,10 +250,9 @@ class UpdateHook(HostHook):
             reload_weights(self._model, self._config.model_path, args.load_format, args.seed)
 
 
-
-def _close(prepared: Future[_Prepared]) -> None:
-    if prepared.exception() is None:
-        prepared.result().stack.close()
+def _close(done: Future[Any]) -> None:
+    if done.exception() is None and isinstance(prepared := done.result(), _Prepared):
+        prepared.stack.close()
 
 
 def _unexpected(error: Exception) -> QuireError:

@@ -156,8 +156,8 @@ def _tensor_file(memory: Sequence[Tensor], tensors: Sequence[TensorInfo]) -> Ten
         end = info.offset + meta.nbytes
         if not inside or end > len(memory[info.memory]) or info.offset % meta.itemsize:
             raise ModelError(
-                f"{info.name}: bytes {info.offset} to {end} are outside of memory {info.memory}, or "
-                f"not aligned to {meta.itemsize} bytes"
+                f"{info.name}: bytes {info.offset} to {end} are outside of memory {info.memory}, "
+                f"or not aligned to {meta.itemsize} bytes"
             )
         raw = memory[info.memory][info.offset : end]
         found[info.name] = raw.view(meta.dtype).view(meta.shape)
@@ -168,9 +168,13 @@ def _announced(info: TensorInfo) -> Tensor:
     """Returns a tensor of the described shape and dtype without content."""
     dtype = DTYPES.get(info.dtype)
     if dtype is None:
-        raise ModelError(f"{info.name} has dtype {info.dtype!r}, expected one of {', '.join(DTYPES)}")
-    if len(info.shape) > _MOST_DIMS or min(info.shape, default=0) < 0 or (
-        math.prod(info.shape) >= 2**48
+        raise ModelError(
+            f"{info.name} has dtype {info.dtype!r}, expected one of {', '.join(DTYPES)}"
+        )
+    if (
+        len(info.shape) > _MOST_DIMS
+        or min(info.shape, default=0) < 0
+        or (math.prod(info.shape) >= 2**48)
     ):
         raise ModelError(f"{info.name} has the shape {info.shape}, which no tensor can have")
     return torch.empty(info.shape, dtype=dtype, device="meta")

@@ -10,7 +10,12 @@ _LIVE_QUERY = {
     "rate": {"type": "integer", "minimum": 1, "maximum": 10},
     "frames": {"type": "integer", "minimum": 0},
 }
-_LEVEL = {"level": {"type": "integer", "minimum": 1, "maximum": 2}}
+_TAGS = {"tags": {"type": "array", "items": {"type": "string", "enum": ["weights", "kv"]}}}
+_SLEEP = {
+    "level": {"type": "integer", "minimum": 1, "maximum": 2},
+    "mode": {"type": "string", "enum": ["abort", "wait", "keep", "retract"]},
+    **_TAGS,
+}
 
 ROUTES = (
     Route("get", "/health", probes.health, "Whether the engine lives",
@@ -30,9 +35,9 @@ ROUTES = (
           "Forget cached prefixes, for admins",
           answer=management.CacheResetAnswer, check=check_admin),
     Route("post", "/sleep", management.sleep, "Free the engine's devices, for admins",
-          answer=management.SleepState, query=_LEVEL, check=check_admin),
-    Route("post", "/wake_up", management.wake_up, "Start the engine again, for admins",
-          answer=management.SleepState, check=check_admin),
+          answer=management.SleepState, query=_SLEEP, check=check_admin),
+    Route("post", "/wake_up", management.wake_up, "Wake the engine, or start it again, for admins",
+          answer=management.SleepState, query=_TAGS, check=check_admin),
     Route("get", "/is_sleeping", management.is_sleeping, "Whether the engine sleeps",
           answer=management.SleepState),
     Route("get", "/engine/live", live, "What the engine is at, while somebody looks",
