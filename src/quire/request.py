@@ -105,7 +105,7 @@ class Request:
             it waits, the id of the present weights.
         mixed: whether its KV was computed with several weights. No other request may use such KV.
         version_runs: pairs (version, tokens): how many of its tokens came from each version of the
-            weights before the present one.
+            weights, without those of the present version while it runs.
         pooling: how its prompt becomes one vector in place of tokens, or None.
         times: times of its events, recorded by the engine.
         lane_epoch: `Admit.lane_epoch` of its lane, while it has one.

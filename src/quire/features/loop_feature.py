@@ -116,12 +116,14 @@ class LoopFeature:
 
 @dataclass(frozen=True, slots=True)
 class RequestedFeature:
-    """A feature that the first request to ask for it turns on.
+    """A feature that the first request or call that needs it turns on.
 
     Attributes:
         requested: whether a request asks for it.
         open: makes the feature.
+        takes: whether it takes a call.
     """
 
     requested: Callable[[SamplingParams, RequestOptions], bool]
     open: Callable[[], LoopFeature]
+    takes: Callable[[CallType[Any, Any]], bool] = lambda call: False

@@ -76,7 +76,11 @@ class SizedModel:
         self.rare = list(_RARE_HOOKS)
         self._prepare(loaded.groups)
         for hook in features:
-            hook.take_memory(loaded.weight_memory, loaded.kv_memory, self.cache, loaded.models)
+            self._give_memory(hook)
+
+    def _give_memory(self, hook: Hook) -> None:
+        loaded = self.loaded
+        hook.take_memory(loaded.weight_memory, loaded.kv_memory, self.cache, loaded.models)
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""
@@ -133,7 +137,9 @@ class SizedModel:
             raise QuireError(
                 f"{type(hook).__name__} keeps columns, so it must be known when the runner starts"
             )
+        hook.attach(self.loaded.model)
         hook.bind(self.state)
+        self._give_memory(hook)
         rest = self.hooks[1 + len(self.features) :]
         self.features = tuple(sorted((*self.features, hook), key=lambda each: each.draws))
         self._change_hooks((self.hooks[0], *self.features, *rest))

@@ -186,6 +186,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         del self._requests[request.request_id]
+        request.end_version(self._read_version)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self._order.finish(request)

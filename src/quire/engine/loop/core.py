@@ -146,6 +146,9 @@ class EngineCore:
             answer = feature.calls().get(call)
             if answer is not None:
                 return answer(self, request)
+        for entry in [each for each in self._requested if each.takes(call)]:
+            self._open(entry)
+            return self.call(call, request)
         raise call.refuse()
 
     def give(self, request_id: str, field: RequestField[Any], value: Any) -> None:
@@ -181,12 +184,16 @@ class EngineCore:
     def _turn_on(self, params: SamplingParams, options: RequestOptions) -> None:
         """Turns on the features that a request asks for, if they are still off."""
         for entry in [each for each in self._requested if each.requested(params, options)]:
-            loop_feature = entry.open()
-            feature = loop_feature.start(self._executor, self.capacity)
-            if feature is not None:
-                self.scheduler.add_feature(feature)
-                self._loop_features.append(loop_feature)
-            self._requested.remove(entry)
+            self._open(entry)
+
+    def _open(self, entry: RequestedFeature) -> None:
+        """Turns on a feature."""
+        self._requested.remove(entry)
+        loop_feature = entry.open()
+        feature = loop_feature.start(self._executor, self.capacity)
+        if feature is not None:
+            self.scheduler.add_feature(feature)
+            self._loop_features.append(loop_feature)
 
     def _check_alive(self) -> None:
         if self.failed:

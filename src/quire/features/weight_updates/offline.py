@@ -14,6 +14,7 @@ from quire.errors import RequestError
 from quire.features.call import CallType
 from quire.features.weight_updates.calls import (
     SLEEP,
+    STATE,
     UPDATE,
     WAKE_UP,
     Mode,
@@ -38,7 +39,7 @@ class Loop(Protocol):
 
 
 def run_call(core: Loop, call: CallType[Any, Any], request: Any) -> Any:
-    """Makes a call, and steps until it is answered."""
+    """Makes a call, and steps until it is answered. The first one turns the feature on."""
     answer: Future[Any] = core.call(call, request)
     while not answer.done():
         core.step()
@@ -54,6 +55,7 @@ def update_weights(
     id: str,
 ) -> int:
     """Updates the weights, and returns their version; see `LLM.update_weights`."""
+    core.call(STATE, None)
     if isinstance(source, str | Path):
         return _update(core, FolderSource(str(source)), mode, label, id)
     if isinstance(source, Source):
