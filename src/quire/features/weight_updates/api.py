@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -294,12 +294,6 @@ class TagsBody(StrictModel):
     """Body of `/release_memory_occupation` and `/resume_memory_occupation`."""
 
     tags: list[str] | None = Field(default=None, max_length=8)
-
-    @field_validator("tags")
-    @classmethod
-    def _known(cls, tags: list[str] | None) -> list[str] | None:
-        known_tags(tags)
-        return tags
 
 
 class AbortRequestBody(StrictModel):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.errors import ModelError, RequestError
 from quire.features.call import Callers, CallType
 from quire.features.weight_updates.calls import JOIN, UPDATE, UpdateWeights, WeightsState
 from quire.features.weight_updates.sources import JoinGroup
@@ -24,12 +25,16 @@ async def call_all(client: Callers, call: CallType[Asked, Answered], asked: Aske
     """Makes a call to all live engines at once. Returns the first one's answer.
 
     Raises:
+        RequestError: an update does not fit the model.
         QuireError: an engine refused the call.
         EngineDeadError: no engine is alive.
     """
     client.check_alive()
     engines = [engine for engine in client.replicas if engine.alive]
-    answers = await asyncio.gather(*(engine.call(call, asked) for engine in engines))
+    try:
+        answers = await asyncio.gather(*(engine.call(call, asked) for engine in engines))
+    except ModelError as error:
+        raise RequestError(str(error), code="weights_do_not_fit") from None
     return answers[0]
 
 

@@ -21,7 +21,7 @@ from quire.arrays import Int32, int32
 from quire.config import EngineConfig
 from quire.errors import QuireError, RequestError, WeightsError
 from quire.executor import Capacity, Executor
-from quire.features.call import UNREADY, CallType, NewsType
+from quire.features.call import UNREADY, WEIGHTS, CallType, NewsType
 from quire.features.loop_feature import EngineInterface, Failure, LoopFeature
 from quire.features.weight_updates.calls import (
     ABORT_ALL,
@@ -217,7 +217,7 @@ class WeightUpdates(Feature, LoopFeature):
             reason = "weights_incomplete", str(WeightsError())
         elif self._asleep:
             reason = "asleep", "The engine sleeps until POST /wake_up."
-        return {UNREADY: reason}
+        return {UNREADY: reason, WEIGHTS: self.state().id}
 
     def state(self) -> WeightsState:
         scheduler = getattr(self, "_scheduler", None)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.errors import OverloadedError, RequestError
-from quire.features.call import RequestField
+from quire.features.call import WEIGHTS, RequestField
 from quire.features.disaggregation.calls import PEER, PeerChoice
 from quire.features.kv_events.prompt_report import encode_report
 from quire.outputs import Logprob, VersionRun
@@ -289,8 +289,12 @@ class TextGeneration:
             info.num_cached_tokens = update.num_cached_tokens
             # Block hashes of a feature's model depend on what only the engine knows.
             if self.context.wants_report and index == 0 and not self.context.model:
+                client = self.state.client
                 self.context.report = encode_report(
-                    info.token_ids, self.cache_salt, self.state.client.config.block_size
+                    info.token_ids,
+                    self.cache_salt,
+                    client.config.block_size,
+                    client.first_alive.news(WEIGHTS),
                 )
         self.completion_tokens += len(update.token_ids)
         choice = index * self.params.n + update.index
