@@ -18,8 +18,8 @@ from torch import Tensor
 
 import quire
 from quire import LLM, SamplingParams
-from quire.features.weight_updates.groups import BroadcastGroup
-from quire.features.weight_updates.sources import JoinGroup
+from quire.features.weight_updates.broadcast_group import BroadcastGroup
+from quire.features.weight_updates.payloads import JoinGroup
 from quire.features.weight_updates.trainer import SharedWeights, describe
 from tests.server.server_process import MODEL, Server, start_server
 

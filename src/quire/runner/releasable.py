@@ -27,6 +27,9 @@ _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 """CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE and
 CU_MEM_ACCESS_FLAGS_PROT_READWRITE."""
 
+_PIECE = 64 << 20
+"""Most bytes of one piece of pinned memory. PyTorch rounds pieces up to powers of two."""
+
 Span = tuple[int, int]
 """First address, and the address after the last byte."""
 
@@ -66,6 +69,18 @@ def releasable_memory(device: torch.device, *, enabled: bool) -> ReleasableMemor
         enabled: whether the memory will be given up. Otherwise PyTorch allocates as usual.
     """
     return DeviceArena(device) if enabled and device.type == "cuda" else HostPages()
+
+
+class DeviceBytes:
+    """GPU memory at an address, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 class HostPages:
@@ -191,15 +206,6 @@ class _Segment:
     handle: int | None
 
 
-class _DeviceBytes:
-    """GPU memory at an address, for `torch.as_tensor`."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
-
-
 class DeviceArena:
     """Memory of a GPU at reserved addresses.
 
@@ -208,8 +214,9 @@ class DeviceArena:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.device("cuda", device.index or torch.cuda.current_device())
         torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         torch.empty(1, device=self._device)  # Makes the context that the driver's calls use.
         self._driver = _DriverMemory(self._device.index)
         self._segments: dict[int, _Segment] = {}
@@ -258,10 +265,11 @@ class DeviceArena:
         lost = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in dropped if t.is_cuda)
         total = 0
         for address, segment in self._segments.items():
-            for span in _gaps((address, address + segment.size), lost):
-                host = torch.empty(span[1] - span[0], dtype=torch.uint8, pin_memory=True)
-                host.copy_(self._bytes(span), non_blocking=True)
-                self._kept.append((span, host))
+            for gap in _gaps((address, address + segment.size), lost):
+                for span in _pieces(gap):
+                    host = torch.empty(span[1] - span[0], dtype=torch.uint8, pin_memory=True)
+                    host.copy_(self._bytes(span), non_blocking=True)
+                    self._kept.append((span, host))
             total += segment.size
         torch.cuda.synchronize(self._device)
         for address, segment in self._segments.items():
@@ -291,7 +299,7 @@ class DeviceArena:
         self._segments = {}
 
     def _bytes(self, span: Span) -> Tensor:
-        return torch.as_tensor(_DeviceBytes(span[0], span[1] - span[0]), device=self._device)
+        return torch.as_tensor(DeviceBytes(span[0], span[1] - span[0]), device=self._device)
 
 
 def _gaps(whole: Span, taken: Sequence[Span]) -> Iterator[Span]:
@@ -305,6 +313,12 @@ def _gaps(whole: Span, taken: Sequence[Span]) -> Iterator[Span]:
         at = max(at, high)
     if at < end:
         yield at, end
+
+
+def _pieces(span: Span) -> Iterator[Span]:
+    """Yields a span in pieces of `_PIECE` bytes, and the rest."""
+    for low in range(span[0], span[1], _PIECE):
+        yield low, min(low + _PIECE, span[1])
 
 
 def _keep_forever(objects: Any) -> None:

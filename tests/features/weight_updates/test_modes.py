@@ -1,4 +1,4 @@
-"""What updates do to requests, and the versions of their tokens."""
+"""Requests that run while weights change, and the versions of their tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.features.weight_updates.calls import (
     UpdateWeights,
     WeightsState,
 )
-from quire.features.weight_updates.sources import FolderSource, LocalSource
+from quire.features.weight_updates.payloads import FolderSource, LocalSource
 from quire.models.updates import WeightUpdate
 from quire.request import FinishReason, RequestStatus
 from tests.features.weight_updates.changed_models import GREEDY, Models, run, start

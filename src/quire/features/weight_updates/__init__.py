@@ -1,6 +1,6 @@
 """Weights that change under a running engine, and an engine that sleeps.
 
-`hook.py` writes an update on every rank, `feature.py` decides when, `reader.py` opens what an
+`hook.py` writes an update on every rank, `feature.py` decides when, `open_sources.py` opens what an
 update brings, and `api.py` has the routes that trainers call.
 """
 

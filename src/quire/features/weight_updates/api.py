@@ -32,14 +32,14 @@ from quire.features.weight_updates.calls import (
     WeightsState,
     known_tags,
 )
-from quire.features.weight_updates.sources import (
+from quire.features.weight_updates.payloads import (
     CudaIpcSource,
     FolderSource,
     GroupSource,
     JoinGroup,
     SharedMemorySource,
     Source,
-    TensorInfo,
+    TensorEntry,
 )
 from quire.server.apis.route import Route, check_admin
 from quire.server.errors import ApiError, as_api_error
@@ -73,7 +73,7 @@ _NAMES = {
 
 
 class TensorBody(StrictModel):
-    """A tensor of an update; see `TensorInfo`."""
+    """A tensor of an update; see `TensorEntry`."""
 
     name: Name
     dtype: str = Field(max_length=16)
@@ -134,7 +134,7 @@ async def update(request: Request) -> Response:
 
 def _source(body: UpdateBody) -> Source:
     tensors = tuple(
-        TensorInfo(each.name, each.dtype, tuple(each.shape), each.offset, each.memory)
+        TensorEntry(each.name, each.dtype, tuple(each.shape), each.offset, each.memory)
         for each in body.tensors
     )
     sources: dict[str, Source] = {}
@@ -439,7 +439,7 @@ class WorldSize(msgspec.Struct):
     world_size: int
 
 
-class Message(msgspec.Struct):
+class TrainerAnswer(msgspec.Struct):
     message: str
 
 
@@ -457,7 +457,7 @@ async def init_communicator(request: Request) -> Response:
     asked = JoinGroup(body.host, body.port, 0, body.world_size, _COMMUNICATOR, backend)
     # TRL starts its own side only after this answer.
     control.join_later(client, asked)
-    return json_response(Message("Request received, initializing communicator"))
+    return json_response(TrainerAnswer("Request received, initializing communicator"))
 
 
 async def update_named_param(request: Request) -> Response:
@@ -466,12 +466,12 @@ async def update_named_param(request: Request) -> Response:
     client = state_of(request).client
     source = GroupSource(_COMMUNICATOR, tensors, control.world_size(client))
     control.update_later(client, UpdateWeights(source, "keep"))
-    return json_response(Message("Request received, updating named parameter"))
+    return json_response(TrainerAnswer("Request received, updating named parameter"))
 
 
 async def close_communicator(request: Request) -> Response:
     await control.call_all(state_of(request).client, LEAVE, _COMMUNICATOR)
-    return json_response(Message("Request received, closing communicator"))
+    return json_response(TrainerAnswer("Request received, closing communicator"))
 
 
 async def get_world_size(request: Request) -> Response:
@@ -499,7 +499,7 @@ async def read(request: Request, model: type[Body]) -> Body:
 
 def _described(
     names: list[str], dtypes: list[str], shapes: list[list[int]]
-) -> tuple[TensorInfo, ...]:
+) -> tuple[TensorEntry, ...]:
     """Returns descriptions of tensors whose dtypes have PyTorch's names or those of safetensors."""
     if not len(names) == len(dtypes) == len(shapes):
         raise ApiError(
@@ -510,14 +510,14 @@ def _described(
         )
     kinds = [dtype.removeprefix("torch.") for dtype in dtypes]
     return tuple(
-        TensorInfo(name, _NAMES.get(kind, kind), tuple(shape))
+        TensorEntry(name, _NAMES.get(kind, kind), tuple(shape))
         for name, kind, shape in zip(names, kinds, shapes, strict=True)
     )
 
 
 _STATE = {"answer": WeightsState, "check": check_admin}
 _SUCCESS = {"answer": Success, "check": check_admin}
-_MESSAGE = {"answer": Message, "check": check_admin}
+_MESSAGE = {"answer": TrainerAnswer, "check": check_admin}
 _MODES = {"mode": {"type": "string", "enum": ["abort", "wait", "keep", "retract"]}}
 
 ROUTES = (

@@ -9,7 +9,7 @@ from quire.config import FeatureArgs, setting
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateArgs(FeatureArgs):
-    """How the engine holds weights and KV."""
+    """The setting for engines that sleep."""
 
     enable_sleep_mode: bool = setting(
         False,

@@ -9,10 +9,10 @@ import msgspec
 
 from quire.errors import RequestError
 from quire.features.call import CallType
-from quire.features.weight_updates.sources import JoinGroup, Source
+from quire.features.weight_updates.payloads import JoinGroup, Source
 
 Mode = Literal["wait", "keep", "abort", "retract"]
-"""What happens to running requests.
+"""The fate of running requests.
 
 wait: they end first, with the weights that they began with. New requests wait.
 keep: they go on with their KV, under the new weights.

@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.features.weight_updates.calls import Tag
-from quire.features.weight_updates.sources import JoinGroup, Source
+from quire.features.weight_updates.payloads import JoinGroup, Source
 
 ENTRY = "weight_updates"
 """The plan's entry."""
@@ -30,7 +30,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     whole: bool = False
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class AwaitThread(msgspec.Struct, frozen=True, tag="await_thread"):
     """Waits for the thread of an earlier command."""
 
     number: int
@@ -52,7 +52,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     """Begins to join a trainer's group in a thread, which waits for all of its members.
 
     Attributes:
-        number: number for `Ready`.
+        number: number for `AwaitThread`.
     """
 
     number: int
@@ -79,7 +79,7 @@ class Restore(msgspec.Struct, frozen=True, tag="restore"):
     read: bool
 
 
-Command = Prepare | Ready | Write | Drop | Join | Leave | Release | Restore
+Command = Prepare | AwaitThread | Write | Drop | Join | Leave | Release | Restore
 _decoder = msgspec.json.Decoder(Command)
 
 

@@ -13,7 +13,7 @@ import msgspec
 from quire.errors import ModelError, RequestError
 from quire.features.call import Callers, CallType
 from quire.features.weight_updates.calls import JOIN, UPDATE, UpdateWeights, WeightsState
-from quire.features.weight_updates.sources import JoinGroup
+from quire.features.weight_updates.payloads import JoinGroup
 
 _log = logging.getLogger("quire.server")
 

@@ -44,19 +44,19 @@ from quire.features.weight_updates.calls import (
 )
 from quire.features.weight_updates.commands import (
     ENTRY,
+    AwaitThread,
     Command,
     Drop,
     Join,
     Leave,
     Prepare,
-    Ready,
     Release,
     Restore,
     Write,
     encode,
 )
-from quire.features.weight_updates.hook import UPDATES, Outcome, UpdateHook
-from quire.features.weight_updates.sources import JoinGroup
+from quire.features.weight_updates.hook import UPDATES, CommandOutcome, UpdateHook
+from quire.features.weight_updates.payloads import JoinGroup
 from quire.features.weight_updates.stats import UpdateStats
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder, Scheduler
@@ -240,7 +240,7 @@ class WeightUpdates(Feature, LoopFeature):
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    def _send(self, command: Command) -> Generator[None, None, Outcome]:
+    def _send(self, command: Command) -> Generator[None, None, CommandOutcome]:
         """Makes all ranks carry out a command, in a plan without rows.
 
         Raises:
@@ -310,7 +310,7 @@ class WeightUpdates(Feature, LoopFeature):
             )
         if self._config.args.ranks > 1:
             yield from self._send(Prepare(number, asked.source, asked.whole))
-            yield from self._send(Ready(number))
+            yield from self._send(AwaitThread(number))
         return names
 
     def _drop(self, number: int) -> Generator[None, None, None]:
@@ -427,7 +427,7 @@ class WeightUpdates(Feature, LoopFeature):
                 yield
             joined.result()
             if self._config.args.ranks > 1:
-                yield from self._send(Ready(number))
+                yield from self._send(AwaitThread(number))
         finally:
             self._hook.drop(number)
 

@@ -18,22 +18,22 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.executor import WorkerCall
+from quire.features.weight_updates.broadcast_group import BroadcastGroup
 from quire.features.weight_updates.commands import (
     ENTRY,
+    AwaitThread,
     Command,
     Drop,
     Join,
     Leave,
     Prepare,
-    Ready,
     Release,
     Restore,
     Write,
     decode,
 )
-from quire.features.weight_updates.groups import BroadcastGroup
-from quire.features.weight_updates.reader import OpenSource, open_source
-from quire.features.weight_updates.sources import JoinGroup, Source
+from quire.features.weight_updates.open_sources import OpenSource, open_source
+from quire.features.weight_updates.payloads import JoinGroup, Source
 from quire.models import Decoder
 from quire.models.decoder import DecoderLayers
 from quire.models.updates import WeightUpdate, reload_weights
@@ -51,7 +51,7 @@ UPDATES: WorkerCall[None, UpdateHook] = WorkerCall("weight_updates.hook")
 
 
 @dataclass(slots=True)
-class Outcome:
+class CommandOutcome:
     """The outcome of a command on all ranks.
 
     Attributes:
@@ -97,7 +97,7 @@ class UpdateHook(HostHook):
         self._threads: dict[int, Future[Any]] = {}
         """Work in threads, by the number that the loop gave it."""
         self._groups: dict[str, BroadcastGroup] = {}
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[CommandOutcome] = []
         self.local: dict[int, Mapping[str, Tensor]] = {}
         self.drafts = 0
         self._model: Decoder
@@ -135,7 +135,7 @@ class UpdateHook(HostHook):
 
     # -- commands ------------------------------------------------------------------------------
 
-    def _run(self, command: Command) -> Outcome:
+    def _run(self, command: Command) -> CommandOutcome:
         """Carries out a command. Its error is that of any rank."""
         begun, size, error = time.monotonic(), 0, None
         try:
@@ -147,14 +147,14 @@ class UpdateHook(HostHook):
             error = QuireError("another rank has failed; its log has the error")
         elif error is not None and global_rank():
             _log.error("rank %d: %s", global_rank(), error)
-        return Outcome(error, time.monotonic() - begun, size)
+        return CommandOutcome(error, time.monotonic() - begun, size)
 
     def _obey(self, command: Command) -> int:
         """Carries out a command on this rank. Returns the bytes that it wrote or gave up."""
         match command:
             case Prepare(number, source, whole):
                 self.prepare(number, source, whole=whole)
-            case Ready(number):
+            case AwaitThread(number):
                 self._threads[number].result()
             case Write(number):
                 return self._write(number)
@@ -187,6 +187,8 @@ class UpdateHook(HostHook):
 
             def run() -> None:
                 try:
+                    if self._device.type == "cuda":
+                        torch.cuda.set_device(self._device)
                     ready.set_result(work())
                 except BaseException as error:
                     ready.set_exception(error)

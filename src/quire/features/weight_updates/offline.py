@@ -25,7 +25,7 @@ from quire.features.weight_updates.calls import (
     WeightsState,
 )
 from quire.features.weight_updates.feature import HOLD
-from quire.features.weight_updates.sources import FolderSource, LocalSource, Source
+from quire.features.weight_updates.payloads import FolderSource, LocalSource, Source
 from quire.features.weight_updates.trainer import SharedWeights
 
 

@@ -11,7 +11,7 @@ from multiprocessing.shared_memory import SharedMemory
 import torch
 from torch import Tensor
 
-from quire.features.weight_updates.sources import CudaIpcSource, SharedMemorySource, TensorInfo
+from quire.features.weight_updates.payloads import CudaIpcSource, SharedMemorySource, TensorEntry
 from quire.models.files import DTYPES
 from quire.runner.transfer.ipc_agent import CudaIpc
 
@@ -49,9 +49,9 @@ class SharedWeights:
         self._memory.unlink()
 
 
-def describe(name: str, tensor: Tensor, offset: int = 0, memory: int = 0) -> TensorInfo:
+def describe(name: str, tensor: Tensor, offset: int = 0, memory: int = 0) -> TensorEntry:
     """Returns the description of a tensor."""
-    return TensorInfo(name, _NAMES[tensor.dtype], tuple(tensor.shape), offset, memory)
+    return TensorEntry(name, _NAMES[tensor.dtype], tuple(tensor.shape), offset, memory)
 
 
 def cuda_ipc_source(tensors: Iterable[tuple[str, Tensor]]) -> CudaIpcSource:
@@ -61,7 +61,7 @@ def cuda_ipc_source(tensors: Iterable[tuple[str, Tensor]]) -> CudaIpcSource:
     `cudaMalloc` (not with `expandable_segments`).
     """
     handles: dict[int, str] = {}
-    infos: list[TensorInfo] = []
+    infos: list[TensorEntry] = []
     driver: CudaIpc | None = None
     for name, tensor in tensors:
         driver = driver or CudaIpc(tensor.device.index or 0)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.errors import RequestError
-from quire.features.weight_updates.sources import JoinGroup, TensorInfo
+from quire.features.weight_updates.payloads import JoinGroup, TensorEntry
 from quire.models.files import DTYPES
 
 _DEVICES = {"gloo": "cpu", "nccl": "cuda"}
@@ -67,7 +67,7 @@ class BroadcastGroup:
         for tensor in tensors:
             self._broadcast(tensor.detach().contiguous().to(self._device), src)
 
-    def receive(self, tensors: Sequence[TensorInfo], src: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, tensors: Sequence[TensorEntry], src: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that member `src` broadcasts, with their names. A tensor is valid
         until the next one."""
         for info in tensors:

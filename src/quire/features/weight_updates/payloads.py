@@ -1,4 +1,4 @@
-"""What an update brings: descriptions of tensors and of the place where they lie.
+"""Descriptions of the tensors of an update, and of the place where they lie.
 
 A description is data. It travels from a trainer over the server and the engine's process to every
 rank, as JSON or MessagePack. No pickled object is ever read.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 
-class TensorInfo(msgspec.Struct, frozen=True):
+class TensorEntry(msgspec.Struct, frozen=True):
     """A tensor of an update.
 
     Attributes:
@@ -46,7 +46,7 @@ class SharedMemorySource(msgspec.Struct, frozen=True, tag="shared_memory"):
     """
 
     name: str
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorEntry, ...]
 
 
 class CudaIpcSource(msgspec.Struct, frozen=True, tag="cuda_ipc"):
@@ -58,7 +58,7 @@ class CudaIpcSource(msgspec.Struct, frozen=True, tag="cuda_ipc"):
     """
 
     handles: tuple[str, ...]
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorEntry, ...]
 
 
 class GroupSource(msgspec.Struct, frozen=True, tag="group"):
@@ -71,7 +71,7 @@ class GroupSource(msgspec.Struct, frozen=True, tag="group"):
     """
 
     group: str
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorEntry, ...]
     src: int = 0
 
 

@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError, QuireError
-from quire.features.weight_updates.groups import BroadcastGroup
-from quire.features.weight_updates.sources import (
+from quire.features.weight_updates.broadcast_group import BroadcastGroup
+from quire.features.weight_updates.payloads import (
     CudaIpcSource,
     FolderSource,
     GroupSource,
     LocalSource,
     SharedMemorySource,
     Source,
-    TensorInfo,
+    TensorEntry,
 )
 from quire.models.files import DTYPES, open_file, weight_files
 from quire.models.tensor_file import TensorFile
+from quire.runner.releasable import DeviceBytes
 from quire.runner.transfer.ipc_agent import CudaIpc
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -114,15 +115,6 @@ def _map_segment(stack: contextlib.ExitStack, name: str, *, pinned: bool) -> Ten
     return memory
 
 
-class _DeviceBytes:
-    """GPU memory at an address, for `torch.as_tensor`."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
-
-
 def _map_handles(
     stack: contextlib.ExitStack, handles: Sequence[str], device: torch.device
 ) -> list[Tensor]:
@@ -137,11 +129,11 @@ def _map_handles(
             size = driver.allocation(base)[1]
         except (QuireError, ValueError) as error:
             raise ModelError(f"a CUDA IPC handle cannot be opened: {error}") from None
-        memory.append(torch.as_tensor(_DeviceBytes(base, size), device=device))
+        memory.append(torch.as_tensor(DeviceBytes(base, size), device=device))
     return memory
 
 
-def _tensor_file(memory: Sequence[Tensor], tensors: Sequence[TensorInfo]) -> TensorFile:
+def _tensor_file(memory: Sequence[Tensor], tensors: Sequence[TensorEntry]) -> TensorFile:
     """Returns views of memory as tensors.
 
     Raises:
@@ -164,7 +156,7 @@ def _tensor_file(memory: Sequence[Tensor], tensors: Sequence[TensorInfo]) -> Ten
     return TensorFile(found)
 
 
-def _announced(info: TensorInfo) -> Tensor:
+def _announced(info: TensorEntry) -> Tensor:
     """Returns a tensor of the described shape and dtype without content."""
     dtype = DTYPES.get(info.dtype)
     if dtype is None:
