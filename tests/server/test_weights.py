@@ -171,6 +171,54 @@ def test_a_group(server: Server, weights: list[dict[str, Tensor]], texts: list[l
     }  # fmt: skip
 
 
+def test_vllm_and_trl_names(
+    server: Server, weights: list[dict[str, Tensor]], texts: list[list[int]]
+) -> None:
+    address, size = "127.0.0.1", 2
+    infos = [describe(name, tensor) for name, tensor in weights[1].items()]
+    for name, rank in (("weight_transfer", 0), ("communicator", 1)):
+        port = free_port()
+        group = JoinGroup(address, port, 1 - rank, size, name, timeout=60.0)
+        if rank:
+            body: Any = {"host": address, "port": port, "world_size": size}
+            path = "/init_communicator/"
+        else:
+            found = {"master_address": address, "master_port": port, "rank_offset": 1}
+            body = {"init_info": {**found, "world_size": size}}
+            path = "/init_weight_transfer_engine"
+        answers: list[httpx.Response] = []
+        ask = threading.Thread(
+            target=lambda p=path, b=body, a=answers: a.append(post(server, p, b))
+        )
+        ask.start()
+        member = BroadcastGroup(group, rank, torch.device("cpu"), serves=True)
+        ask.join()
+        assert answers[0].status_code == 200, answers[0].text
+        if rank:
+            for info in infos[:3]:
+                body = {"name": info.name, "dtype": "torch.bfloat16", "shape": list(info.shape)}
+                assert post(server, "/update_named_param/", body).status_code == 200
+                member.send([weights[0][info.name]], src=1)
+            assert post(server, "/close_communicator/", {}).status_code == 200
+            continue
+        assert post(server, "/start_weight_update", {}).json()["paused"]
+        for part in (infos[:5], infos[5:]):
+            update = {
+                "names": [info.name for info in part], "dtype_names": ["bfloat16"] * len(part),
+                "shapes": [list(info.shape) for info in part],
+            }  # fmt: skip
+            sent = [weights[1][info.name] for info in part]
+            send = threading.Thread(target=lambda m=member, s=sent: m.send(s))
+            send.start()
+            answer = post(server, "/update_weights", {"update_info": update})
+            send.join()
+            assert answer.status_code == 200, answer.text
+        assert not post(server, "/finish_weight_update", {}).json()["paused"]
+        assert complete(server)["token_ids"] == texts[1]
+    folder = str(Path(quire.__file__).parent / "embedded" / "quire-tiny")
+    assert post(server, "/weights/update", {"folder": folder}).status_code == 200
+
+
 def test_pauses_and_aborts(server: Server) -> None:
     found: list[Any] = []
     ask = threading.Thread(target=lambda: found.append(complete(server, max_tokens=400)))

@@ -433,6 +433,43 @@ class NamedParamBody(StrictModel):
     shape: list[int] = Field(max_length=8)
 
 
+class InitInfo(StrictModel):
+    """Part of the body of `/init_weight_transfer_engine`. packed: vLLM's packed broadcasts are not
+    supported."""
+
+    master_address: Name
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(ge=0)
+    world_size: int = Field(ge=2)
+    backend: Literal["gloo", "nccl"] | None = None
+    packed: Literal[False] | None = None
+
+
+class InitEngineBody(StrictModel):
+    """Body of `/init_weight_transfer_engine`. The trainer is the first rank of the group."""
+
+    init_info: InitInfo
+
+
+class UpdateInfo(StrictModel):
+    """Part of the body of `/update_weights`: tensors in the order of the trainer's broadcasts."""
+
+    names: list[Name] = Field(max_length=_MOST_TENSORS)
+    dtype_names: list[str] = Field(max_length=_MOST_TENSORS)
+    shapes: list[list[int]] = Field(max_length=_MOST_TENSORS)
+    packed: Literal[False] | None = None
+
+
+class UpdateWeightsBody(StrictModel):
+    """Body of `/update_weights`."""
+
+    update_info: UpdateInfo
+
+
+class StartUpdateBody(StrictModel):
+    """Body of `/start_weight_update` and `/finish_weight_update`."""
+
+
 class WorldSize(msgspec.Struct):
     """world_size: ranks of all engines."""
 
@@ -448,6 +485,43 @@ class PauseState(msgspec.Struct):
 
 
 _COMMUNICATOR = "communicator"
+_TRANSFER = "weight_transfer"
+
+
+async def init_transfer(request: Request) -> Response:
+    """Joins a trainer's group, and answers when all members have joined."""
+    info = (await read(request, InitEngineBody)).init_info
+    client = state_of(request).client
+    backend = info.backend or ("gloo" if client.config.device == "cpu" else "nccl")
+    group = JoinGroup(
+        info.master_address,
+        info.master_port,
+        info.rank_offset,
+        info.world_size,
+        _TRANSFER,
+        backend,
+    )
+    await control.join(client, group)
+    return json_response(TrainerAnswer("Weight transfer initialized"))
+
+
+async def start_update(request: Request) -> Response:
+    """Lets requests stand still, so that they see several updates as one."""
+    await read(request, StartUpdateBody)
+    return await _pause(request, "keep")
+
+
+async def finish_update(request: Request) -> Response:
+    await read(request, StartUpdateBody)
+    return await resume(request)
+
+
+async def update_from_transfer(request: Request) -> Response:
+    info = (await read(request, UpdateWeightsBody)).update_info
+    tensors = _described(info.names, info.dtype_names, info.shapes)
+    asked = UpdateWeights(GroupSource(_TRANSFER, tensors), "keep")
+    await control.update(state_of(request).client, asked)
+    return json_response(TrainerAnswer("Weights updated"))
 
 
 async def init_communicator(request: Request) -> Response:
@@ -566,6 +640,14 @@ ROUTES = (
           "Leave a trainer's group (TRL's name), for admins", **_MESSAGE),
     Route("get", "/get_world_size", get_world_size, "Ranks of all engines (TRL's name)",
           answer=WorldSize),
+    Route("post", "/init_weight_transfer_engine", init_transfer,
+          "Join a trainer's group (vLLM's name), for admins", InitEngineBody, **_MESSAGE),
+    Route("post", "/start_weight_update", start_update,
+          "Plan no steps during updates (vLLM's name), for admins", StartUpdateBody, **_STATE),
+    Route("post", "/update_weights", update_from_transfer,
+          "Write weights from the group (vLLM's name), for admins", UpdateWeightsBody, **_MESSAGE),
+    Route("post", "/finish_weight_update", finish_update,
+          "Plan steps again (vLLM's name), for admins", StartUpdateBody, **_STATE),
     Route("post", "/pause", pause_by_query, "Plan no more steps (vLLM's name), for admins",
           query=_MODES, **_STATE),
     Route("post", "/resume", resume, "Plan steps again (vLLM's name), for admins", **_STATE),
