@@ -9,6 +9,8 @@
 # make core    counts the core's lines of code and writes them into ARCHITECTURE.md
 # make bench   what a step costs the scheduler, and the engine on the embedded model
 # make bench-gpu-scaling   models on one to eight GPUs, on a machine that has them
+# make bench-contract   on a GPU: fails if a recorded case is over 2 % slower than the last release's
+# make bench-contract-cpu   the same for the host's work, over 15 %
 # make bench-gpu   all targets of docs/performance.md, on a machine with a GPU (MODELS="folder ...")
 
 PYTHON ?= python3
@@ -30,7 +32,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WOR
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test real test-all test-ops test-one-rank test-ranks kernels lint lessons core format bench bench-gpu \
+.PHONY: help serve test real test-all test-ops test-one-rank test-ranks kernels lint lessons core format bench bench-contract bench-contract-cpu bench-gpu \
 	bench-gpu-scaling clean
 
 help:
@@ -88,6 +90,12 @@ format: $(VENV)/.dev
 bench: $(VENV)/.serve
 	$(BIN)/quire bench scheduler
 	$(BIN)/quire bench throughput --case b1 --case b64 --scale 0.25
+
+bench-contract: $(VENV)/.dev
+	$(BIN)/python bench/contract.py
+
+bench-contract-cpu: $(VENV)/.dev
+	$(BIN)/python bench/contract.py --cpu
 
 bench-gpu: $(VENV)/.dev
 	$(BIN)/python bench/gpu_table.py $(MODELS)

@@ -35,7 +35,7 @@ from quire.tools.simulate.calibrate import calibrate, encode
 from quire.tools.simulate.engine_model import EngineModel
 from quire.tools.simulate.fleet import SimulatedFleet
 from quire.tools.simulate.summary import summarize
-from quire.tools.simulate.trace import QWEN_BLOCK, WorkloadTrace, read_trace
+from quire.tools.workload import QWEN_BLOCK, WorkloadTrace, read_trace
 from tables import print_and_append
 
 FLAGS = "--device cpu --kv-cache-gb 0.25 --max-num-batched-tokens 256 --served-model-name tiny"

@@ -206,13 +206,9 @@ def trace(bench: Bench, args: argparse.Namespace, streams: int, length: int) -> 
                 "output_len": length,
                 "step": i,
                 "rows": step.rows,
-                "known_s": step.known,
-                "handover_us": 1e6 * (step.taken - step.known),
-                "consume_us": 1e6 * step.consume,
-                "fill_us": 1e6 * step.fill,
-                "fill_calls": step.calls,
-                "filled": step.filled,
-                "masks_us": 1e6 * (step.put - step.known),
+                "masks_us": 1e6 * step.masks,
+                "row_us": 1e6 * step.row,
+                "slowest_us": 1e6 * step.slowest,
             }
             for i, step in enumerate(run.steps)
         ]

@@ -1,6 +1,6 @@
 """Records where a run with schemas spends its time.
 
-`HostRecorder` costs a few µs a step: it wraps the functions that compile grammars and build masks.
+`HostRecorder` costs a few µs a step: it reads when masks were built, in whatever process.
 `kernel_waits` reads torch's profiler: how long the GPU has waited for masks. `replay` builds the
 masks of a finished run once more on one thread, row by row, which tells the cost of each row.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,17 @@ from torch.profiler import ProfilerActivity
 
 from quire import LLM
 from quire.features.structured_output import compiler as compiling
-from quire.features.structured_output import feature as grammars
-from quire.features.structured_output import masks as building
+from quire.features.structured_output.compiler import compiler_setup
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
+from quire.input_memory import DEPTH
 from quire.outputs import RequestOutput
+from quire.plan import RowFlag, StepPlan
 from quire.sampling_params import StructuredOutputsParams
 
 _COLD_US = 30.0
 """A mask is cold if it took this much longer, and twice as long, as at its second visit."""
 _WAIT_KERNELS = ("_wait",)
 """Beginnings of the names of kernels that wait for masks."""
-_masks: Any = building
-_CALLS = ("fill_next_token_bitmask_par", "fill_next_token_bitmask_par_with_draft_tokens")
 
 now = time.perf_counter
 
@@ -45,24 +44,28 @@ class StepTrace:
 
     Attributes:
         rows: rows that needed masks.
-        known: moment at which all tokens before the step's rows were known.
-        taken: moment at which the mask thread took the step up.
-        put: moment at which the last masks were handed to the runner.
-        consume: time in which matchers consumed tokens.
-        fill: time in llguidance's calls for masks, waking its threads included.
-        calls: number of these calls.
-        filled: masks that these calls filled. The others came from string tables.
+        begun: moments at which the masks of the rows were begun.
+        placed: moments at which they were in place.
     """
 
     step_id: int
     rows: int
-    known: float = 0.0
-    taken: float = 0.0
-    put: float = 0.0
-    consume: float = 0.0
-    fill: float = 0.0
-    calls: int = 0
-    filled: int = 0
+    begun: list[float]
+    placed: list[float]
+
+    @property
+    def masks(self) -> float:
+        """The time from the first row's begin to the last row's end."""
+        return max(self.placed) - min(self.begun)
+
+    @property
+    def row(self) -> float:
+        """The mean time of a row."""
+        return (sum(self.placed) - sum(self.begun)) / len(self.begun)
+
+    @property
+    def slowest(self) -> float:
+        return max(end - start for start, end in zip(self.begun, self.placed, strict=True))
 
 
 @dataclass(slots=True)
@@ -108,12 +111,10 @@ class RunTrace:
     def _of_steps(self) -> dict[str, list[float]]:
         steps = self.steps
         return {
-            "handover_us": [1e6 * (step.taken - step.known) for step in steps],
-            "consume_us": [1e6 * step.consume for step in steps],
-            "fill_us": [1e6 * step.fill for step in steps],
-            "masks_us": [1e6 * (step.put - step.known) for step in steps],
-            "fill_calls": [float(step.calls) for step in steps],
-            "filled_rows": [float(step.filled) for step in steps],
+            "masks_us": [1e6 * step.masks for step in steps],
+            "built_row_us": [1e6 * step.row for step in steps],
+            "slowest_built_us": [1e6 * step.slowest for step in steps],
+            "begin_us": [1e6 * (max(step.begun) - min(step.begun)) for step in steps],
         }
 
 
@@ -153,20 +154,12 @@ class HostRecorder:
         self.trace = RunTrace()
         self._core = llm._core
         self._stack = contextlib.ExitStack()
-        self._open: StepTrace | None = None
-        self._known = 0.0
-        for name in ("_compiled_now", "_build_matcher"):
-            self._wrap(compiling.Compiler, name, self._compile)
-        self._wrap(grammars.GrammarFeature, "_begin_masks", self._begin)
-        self._wrap(grammars.GrammarFeature, "_build", self._build)
-        self._wrap(MaskBuilder, "consume", self._consume, static=True)
-        for name in _CALLS:
-            self._wrap(building, name, self._fill)
+        self._planned: deque[tuple[int, list[int]]] = deque()
+        self._wrap(compiling.Compiler, "_compiled_now", self._compile)
+        self._wrap(self._core._executor, "submit", self._submit)
         self._wrap(self._core, "check", self._check)
         self._wrap(self._core._executor, "collect", self._collect)
-        for name in ("submit_head", "submit_inputs"):
-            self._wrap(self._core._executor, name, self._put)
-        self._cpu = _thread_seconds()
+        self._cpu, self._began = _thread_seconds(), now()
 
     def take(self) -> RunTrace:
         """Returns what was recorded since the last call."""
@@ -216,42 +209,24 @@ class HostRecorder:
         finally:
             self.trace.compiled.append(now() - began)
 
+    def _submit(self, inner: Any, plan: StepPlan) -> Any:
+        gated = plan.lanes[(plan.flags & RowFlag.GATED) != 0]
+        self._planned.append((plan.step_id, gated.tolist()))
+        return inner(plan)
+
     def _collect(self, inner: Any) -> Any:
         result = inner()
         self.trace.gpu_us.append(result.gpu_us)
         self.trace.collected.append(now())
+        step_id, lanes = self._planned.popleft()
+        if lanes:
+            times = self._core._executor.host_inputs().times[step_id % DEPTH, lanes]
+            # A row that was late may still be built.
+            times = times[times[:, 1] > self._began]
+            if len(times):
+                begun, placed = times.T.tolist()
+                self.trace.steps.append(StepTrace(step_id, len(lanes), begun, placed))
         return result
-
-    def _begin(self, inner: Any, *args: Any) -> Any:
-        self._known = now()
-        return inner(*args)
-
-    def _build(self, inner: Any, feature: Any, step: Any, *args: Any) -> Any:
-        self._open = StepTrace(step.step_id, len(step.rows), known=self._known, taken=now())
-        self.trace.steps.append(self._open)
-        return inner(feature, step, *args)
-
-    def _put(self, inner: Any, *args: Any) -> Any:
-        done = inner(*args)
-        if self._open is not None:
-            self._open.put = now()
-        return done
-
-    def _consume(self, inner: Any, *args: Any) -> Any:
-        began = now()
-        done = inner(*args)
-        if self._open is not None:
-            self._open.consume += now() - began
-        return done
-
-    def _fill(self, inner: Any, executor: Any, rows: Any, *args: Any) -> Any:
-        began = now()
-        done = inner(executor, rows, *args)
-        if self._open is not None:
-            self._open.fill += now() - began
-            self._open.calls += 1
-            self._open.filled += len(rows)
-        return done
 
 
 def kernel_waits(run: Callable[[], object]) -> dict[str, float]:
@@ -336,13 +311,8 @@ def replay(
 
     Each grammar is compiled again, so that its states are as cold as in the run.
     """
-    feature = next(
-        each for each in llm._core._loop_features if isinstance(each, grammars.GrammarFeature)
-    )
-    compiler: Any = feature._compiler
-    getattr(feature, "_checked", []).clear()
-    with compiler._lock:
-        compiler._compiled = compiling.Cache(compiler.config.cached)
+    compiler = compiler_setup(llm.config, walks=True).open()
+    compiler.load()
     states, compile_ms = [], []
     for each in grammars_of:
         began = now()
@@ -357,41 +327,25 @@ def replay(
     room = np.zeros((1, words), dtype=np.int32)
     builder = MaskBuilder(compiler.vocab_size)
     tables = 0
-    with _one_thread():
-        visits = []
-        for visit in range(2):
-            found = np.zeros((len(states), steps))
-            for step in range(steps):
-                for i, state in enumerate(states):
-                    began = time.thread_time()
-                    builder.build([MaskRow(state)], room, compiler.tokenizer_vocab)
-                    found[i, step] = 1e6 * (time.thread_time() - began)
-                    strings = state.strings
-                    tables += visit == 0 and strings is not None and strings.short
-                    state.advance([texts[i][step]])
-                    if strings is not None:
-                        MaskBuilder.consume([MaskRow(state)])
-                        strings.settle()
-            visits.append(found)
-            for state, each in zip(states, grammars_of, strict=True):
-                # Its states stay known.
-                state.matcher.reset()  # type: ignore[union-attr]
-                state.position, state.pending = 0, []
-                state.strings = compiler.walk(each)
+    visits = []
+    for visit in range(2):
+        found = np.zeros((len(states), steps))
+        for step in range(steps):
+            for i, state in enumerate(states):
+                began = time.thread_time()
+                builder.build([MaskRow(state)], room, compiler.tokenizer_vocab)
+                found[i, step] = 1e6 * (time.thread_time() - began)
+                strings = state.strings
+                tables += visit == 0 and strings is not None and strings.short
+                state.advance([texts[i][step]])
+                if strings is not None:
+                    MaskBuilder.consume(state)
+                    strings.settle()
+        visits.append(found)
+        for state, each in zip(states, grammars_of, strict=True):
+            # Its states stay known.
+            state.matcher.reset()  # type: ignore[union-attr]
+            grammar = state.matcher
+            state.restart(0)
+            state.begin(grammar, compiler.walk(each))
     return Replay(visits[0], visits[1], compile_ms, tables)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Lets masks be built on the thread that asks for them."""
-    own = _masks.fill_next_token_bitmask_par
-
-    def fill(_: Any, rows: Sequence[tuple[Any, int]], room: Any) -> None:
-        for matcher, line in rows:
-            _masks.fill_next_token_bitmask(matcher, room, line)
-
-    _masks.fill_next_token_bitmask_par = fill
-    try:
-        yield
-    finally:
-        _masks.fill_next_token_bitmask_par = own

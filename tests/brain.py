@@ -230,6 +230,9 @@ class Loop:
                 assert name not in self.finished
                 self.finished[name] = one.request
                 assert one.request.output.tolist() == self.outputs[name]
+                times = one.request.times
+                assert not times.phase
+                assert all(seconds >= 0 for seconds in times.delays.values())
         check_scheduler(self.scheduler)
 
     def step(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.executor import Capacity, WorkerCall
+from quire.input_memory import InputMemory, InputShape
 from quire.plan import (
     DRAFT_IDS,
     DRAFT_START,
@@ -30,6 +31,7 @@ from quire.plan import (
     StepResult,
     StopReason,
     Transfer,
+    claim_width,
 )
 from quire.request import Request
 
@@ -163,7 +165,8 @@ class FakeExecutor:
         self._random = random.Random(seed)
         self._garbage = 0
         self.steps = 0
-        self.lines = np.zeros((256 * (1 + drafts), 1), dtype=np.int32)
+        shape = InputShape(256, 1 + drafts, 1, 3 + drafts, claim_width(drafts))
+        self.inputs = InputMemory(shape, np.zeros(shape.size, dtype=np.int8))
 
     def start(self) -> Capacity:
         return self.capacity
@@ -171,14 +174,8 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._queue.append(plan)
 
-    def input_lines(self) -> Int32:
-        return self.lines
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        return None
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        pass
+    def host_inputs(self) -> InputMemory:
+        return self.inputs
 
     def call(self, call: WorkerCall[Any, Any], request: Any) -> Any:
         return None

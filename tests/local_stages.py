@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.loop.features import earlier_hooks
 from quire.executor import Answered, Asked, Capacity, WorkerCall
+from quire.input_memory import InputMemory
 from quire.parallel import SingleGroup
 from quire.plan import StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
@@ -91,14 +91,8 @@ class LocalStages:
             runner.collect()
         return self.last.collect()
 
-    def input_lines(self) -> Int32:
-        return self.last.input_lines()
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        return self.last.claimed(step_id, wait=wait)
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        self.last.submit_inputs(step_id, lanes)
+    def host_inputs(self) -> InputMemory:
+        return self.last.host_inputs()
 
     def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
         return self.last.call(call, request)

@@ -168,11 +168,11 @@ class TinyEngine:
 
     def submit_masks(self, step_id: int, masks: Mapping[int, Int32]) -> None:
         """Submits the masks of a step's GATED rows: by lane, int32 [lines, words]."""
-        lines = self.executor.input_lines()
-        per_lane = len(lines) // self.lanes
+        inputs = self.executor.host_inputs()
+        lines, per_lane = inputs.buffer(), inputs.shape.lines
         for lane, mask in masks.items():
             lines[lane * per_lane : lane * per_lane + len(mask)] = mask
-        self.executor.submit_inputs(step_id, int32(list(masks)))
+        inputs.put(step_id, int32(list(masks)))
 
     def add(self, name: str, job: Job) -> list[Request]:
         requests: list[Request] = []

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from quire.arrays import Int32
+from quire.input_memory import InputMemory
 from quire.plan import KVGroup, StepPlan, StepResult
 
 OnProgress = Callable[[str, int, int], None]
@@ -135,35 +135,12 @@ class Executor(Protocol):
         """Launches a step. On a GPU it returns before the step has run."""
         ...
 
-    def input_lines(self) -> Int32:
-        """Returns the memory of the host's inputs, int32 [lanes * (1 + drafts), words].
+    def host_inputs(self) -> InputMemory:
+        """Returns the memory of the host's inputs, for any thread.
 
-        A lane has a line for each logit row that its row may have: one, and one for each draft. A
-        line is a mask over the vocabulary: a token is allowed if its bit is set. Any thread may
-        write a lane's lines while a GATED row of the lane waits for them.
-        """
-        ...
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        """Returns the claims (see `StepPlan`) that the body of a step reads, from any thread.
-
-        The step must have GATED rows that verify drafts. The claims are ids, int32 [lanes, W], and
-        start, int32 [lanes]. They hold until the step is collected. Returns None if they are not
-        made yet.
-
-        Args:
-            wait: wait for the step's submission and its claims. Returns None only if the executor
-                ends.
-        """
-        ...
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        """Says that the inputs of these lanes' rows in a step are written, from any thread.
-
-        Rows of a step may come in several calls, before or after the step is submitted. The step's
-        head waits for them, up to a limit. A row that is late gives no token
-        (`StopReason.LATE`). So an input may not depend on a result that comes only after `submit`
-        of a later step.
+        The heads of GATED rows wait for their inputs there, up to a limit. A row that is late gives
+        no token (`StopReason.LATE`). So an input may not depend on a result that comes only after
+        `submit` of a later step.
         """
         ...
 

@@ -74,12 +74,21 @@ class RequestTimes:
 
     Attributes:
         finished: None also for an aborted completion.
+        delays: seconds by cause, which add up to the time from arrival to end. The causes are those
+            of `quire.scheduler.delays`, and what features wait for.
+        phase: cause of the seconds since `phase_began`; "" once the completion has ended.
     """
 
     arrival: float
     first_scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    delays: dict[str, float] = field(default_factory=dict)
+    phase: str = ""
+    phase_began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.phase_began = self.arrival
 
     @property
     def queued(self) -> float:

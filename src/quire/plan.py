@@ -29,8 +29,8 @@ class RowFlag(enum.IntFlag):
     PROMPT: the host knows the row's tokens (prompt, or tokens of a resumed request).
     SAMPLE: the row's last logits give a new token (generating rows always sample).
     GATED: the step's head waits for inputs of the host (a grammar's mask).
-    HELD: the row before was late. The row computes no position. Its head goes on from the hidden
-        state that the lane kept.
+    HELD: the row before was late, and its inputs are there. The row computes no position. Its head
+        goes on from the hidden state that the lane kept.
     """
 
     PROMPT = 1
@@ -240,7 +240,7 @@ class StepPlan(msgspec.Struct):
 
     @property
     def gated(self) -> bool:
-        return bool((self.flags & RowFlag.GATED).any())
+        return bool((self.flags & (RowFlag.GATED | RowFlag.HELD)).any())
 
 
 class Logprobs(msgspec.Struct):

@@ -161,6 +161,8 @@ def test_version() -> None:
         (["verify", "http://[::1"], "'http://[::1' is not an http address"),
         (["verify", "localhost:1", "--api-key", "a\nb"], "api_key must be printable ASCII"),
         (["chat", "--url", "a b"], "'a b' is not an http address"),
+        (["bench", "serve", "--slo", "ttft:5"], "--slo needs --request-rate"),
+        (["bench", "serve", "--trace", "/none"], "trace: "),
         (["bench", "serve", "--base-url", "http://a:b"], "'http://a:b' is not an http address"),
         (["simulate", "--calibrate", "localhost:1", "--out", "x"], "cannot reach localhost:1"),
         (["route", "http://[::1"], "'http://[::1' is not an http address"),

@@ -128,7 +128,7 @@ def test_a_runner_without_masks_refuses_plans_that_wait(tmp_path: Path) -> None:
     with pytest.raises(QuireError, match="no hook makes a head wait"):
         engine.executor.submit(plan)
     with pytest.raises(QuireError, match="takes host inputs"):
-        engine.executor.input_lines()
+        engine.executor.host_inputs()
 
 
 def test_every_call_gives_the_same_in_any_order() -> None:

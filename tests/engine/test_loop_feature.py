@@ -25,7 +25,6 @@ class Slow(Feature, LoopFeature):
     def __init__(self) -> None:
         self.parked: list[Request] = []
         self.open = False
-        self.held = 0
         self.calls: list[str] = []
         self._read, self.write = os.pipe()
 
@@ -53,14 +52,10 @@ class Slow(Feature, LoopFeature):
         odd = [(r, RequestError("odd")) for r in parked if int(r.request_id[0]) % 2]
         return even, odd
 
-    def may_launch(self) -> bool:
-        self.held -= 1
-        return self.held < 0
-
     def before_submit(self) -> None:
         self.calls.append("submit")
 
-    def after_update(self) -> None:
+    def after_update(self, step_id: int) -> None:
         self.calls.append("update")
 
     def close(self, drain: Callable[[], None] | None) -> None:
@@ -104,27 +99,13 @@ def test_a_feature_wakes_and_fails_requests() -> None:
     assert slow.calls == ["submit", "update"] * 4 + ["close"]
 
 
-def test_a_feature_holds_steps_back() -> None:
-    slow = Slow()
-    slow.open, slow.held = True, 2
-    core = engine(slow)
-    core.add("2", int32(range(5)), SamplingParams(), max_total=6)
-    assert core.step() is None
-    assert slow.calls == []
-    assert core.step() is None
-    progress = core.step()
-    assert progress is not None
-    assert progress.finished == [0]
-
-
 def test_the_base_class_has_no_effect() -> None:
     base = LoopFeature()
     executor = FakeExecutor([KVGroup(layers=(0,))], [4])
     assert base.start(executor, executor.start()) is None
     assert base.poll(0.0) == ((), ())
-    assert base.may_launch()
     assert not base.waits
     assert (base.fds(), base.stats()) == ((), {})
     base.before_submit()
-    base.after_update()
+    base.after_update(0)
     base.close(None)

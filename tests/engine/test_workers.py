@@ -76,7 +76,7 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
     assert plan is not None
     plan.flags = plan.flags | int32([RowFlag.GATED])
     pair.executor.submit(plan)
-    assert pair.executor.input_lines().shape == (pair.lanes, VOCAB // 32)
+    assert pair.executor.host_inputs().buffer().shape == (pair.lanes, VOCAB // 32)
     mask = np.zeros((1, VOCAB // 32), dtype=np.int32)
     mask[0, 2] = 1 << 3  # token 67 alone
     pair.submit_masks(plan.step_id, {int(plan.lanes[0]): mask})
@@ -104,16 +104,16 @@ def test_drafts_of_gated_rows_are_reported_before_the_masks(
         drafts = int(plan.q_len[0]) - 1 if not plan.flags[0] & RowFlag.PROMPT else 0
         if drafts:
             plan.flags = plan.flags | int32([RowFlag.GATED])
-        assert engine.executor.claimed(plan.step_id, wait=False) is None
+        inputs, lane = engine.executor.host_inputs(), int(plan.lanes[0])
+        assert inputs.claim(plan.step_id, lane) is None
         engine.executor.submit(plan)
-        found = engine.executor.claimed(plan.step_id, wait=False)
+        found = inputs.claim(plan.step_id, lane)
         assert (found is not None) == bool(drafts)
         if found is not None:
-            ids, starts = found
-            lane = int(plan.lanes[0])
-            assert starts[lane] == request.known
-            assert (ids[lane, :drafts] >= 0).all()
-            assert (ids[lane, drafts:] < 0).all()
+            ids, start = found
+            assert start == request.known
+            assert (ids[:drafts] >= 0).all()
+            assert (ids[drafts:] < 0).all()
             mask = np.full((1 + drafts, VOCAB // 32), -1, dtype=np.int32)
             engine.submit_masks(plan.step_id, {lane: mask})
             told += 1

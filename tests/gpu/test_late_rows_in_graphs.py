@@ -22,7 +22,13 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA d
 
 def run(**settings: Any) -> tuple[list[tuple[Any, ...]], int]:
     """Returns tokens and ends, and the number of late rows."""
-    given = {"num_kv_blocks": 400, "deterministic": True, **settings}
+    # Masks are made slow in this process.
+    given = {
+        "structured_outputs_processes": 0,
+        "num_kv_blocks": 400,
+        "deterministic": True,
+        **settings,
+    }
     llm = LLM(device="cuda", max_num_seqs=24, max_model_len=512, **given)
     prompts = [f"Here is record {i} of a person:" for i in range(40)]
     outputs = llm.generate(prompts, [params(i) for i in range(40)], use_tqdm=False)
@@ -36,11 +42,10 @@ def slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes some batches of masks take longer than a step."""
     build, draw = MaskBuilder.build, random.Random(0)
 
-    def slow(self: MaskBuilder, rows: Any, masks: Any, vocab: int, entered: Any) -> None:
-        entered()
+    def slow(self: MaskBuilder, rows: Any, masks: Any, vocab: int) -> None:
         if draw.random() < 0.3:
             time.sleep(draw.choice([1e-3, 3e-3, 8e-3]))
-        build(self, rows, masks, vocab, entered)
+        build(self, rows, masks, vocab)
 
     monkeypatch.setattr(MaskBuilder, "build", slow)
 
@@ -71,13 +76,13 @@ def test_plain_rows_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """While masks take long, a row without masks takes every step."""
     build = MaskBuilder.build
 
-    def slow(self: MaskBuilder, rows: Any, masks: Any, vocab: int, entered: Any) -> None:
-        entered()
+    def slow(self: MaskBuilder, rows: Any, masks: Any, vocab: int) -> None:
         time.sleep(0.05)
-        build(self, rows, masks, vocab, entered)
+        build(self, rows, masks, vocab)
 
     monkeypatch.setattr(MaskBuilder, "build", slow)
-    llm = LLM(device="cuda", max_num_seqs=8, max_model_len=512, num_kv_blocks=400)
+    sizes = {"max_num_seqs": 8, "max_model_len": 512, "num_kv_blocks": 400}
+    llm = LLM(device="cuda", structured_outputs_processes=0, **sizes)
     plain, gated = params(2), params(1)
     prompts = ["Once upon a time", "A person:"]
     alone = llm.generate(prompts[0], plain, use_tqdm=False)[0]

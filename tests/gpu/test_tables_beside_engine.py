@@ -45,7 +45,7 @@ def test_plans_are_measured_between_steps_and_kept(
         while not stop.wait(0.5):
             tuning.before_submit()
             time.sleep(0.02)
-            tuning.after_update()
+            tuning.after_update(0)
 
     threading.Thread(target=step, daemon=True).start()
     process = tuning._process

@@ -161,7 +161,7 @@ class Replays(Graphs):
             step = (low & 0xFFFFFFFF) + (high << 32)
             hook = next(hook for hook in self.runner.sized.hooks if isinstance(hook, Mask))
             lanes = rows.lanes[(rows.lanes >= 0) & ((rows.flags & RowFlag.GATED) != 0)].long()
-            if hook.inputs is not None and (hook.inputs.flags.flags[lanes] < step).any():
+            if hook.inputs is not None and (hook.inputs.input_flags.flags[lanes] < step).any():
                 return False
         return key in self._works
 

@@ -28,7 +28,7 @@ from quire.tools.evaluate import text as evaluated_text
 from quire.tools.quantize import Options, Recipe, quantize
 from quire.tools.quantize.work_folder import fingerprint
 from quire.tools.simulate.engine_model import read_engine
-from quire.tools.simulate.trace import read_trace
+from quire.tools.workload import read_trace
 
 _EMBEDDED = resolve_model_path(None)
 _ROOM = 1 << 40

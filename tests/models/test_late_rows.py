@@ -4,7 +4,7 @@ of rows that never wait. In float64, so that no rounding turns a choice."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from quire.arrays import Int32
-from quire.features.structured_output.feature import _GatedRow
 from quire.plan import RowFlag, StepPlan, StopReason
 from quire.request import Request
 from quire.runner.hooks.mask import Mask
@@ -46,6 +45,36 @@ def jobs() -> list[Job]:
         Job(prompt, params, seed=5 + i)
         for i, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True))
     ]
+
+
+@dataclass(slots=True)
+class _GatedRow:
+    """A row that waits for masks. Its request must know `known` tokens, if it is a prompt's row;
+    else it has `q_len` positions."""
+
+    request: Request
+    lane: int
+    lane_epoch: int
+    known: int
+    q_len: int
+    built: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.request.lane == self.lane and self.request.lane_epoch == self.lane_epoch
+
+    @property
+    def ready(self) -> bool:
+        """Whether all tokens before the row are known."""
+        if not self.alive:
+            return True
+        if self.q_len:
+            return self.request.planned - self.request.computed <= self.q_len
+        return self.request.known >= self.known
+
+    @property
+    def lines(self) -> int:
+        return max(self.q_len, 1)
 
 
 class Gate(Feature):

@@ -52,7 +52,7 @@ GLUON_TESTS = [
         TESTS.parent / "gpu" / f"test_{name}.py"
         for name in (
             "experts_ring", "gated_delta", "narrow_products", "prefill_attention",
-            "quantized_products",
+            "quantized_products", "streaming_gates",
         )
     ),
 ]  # fmt: skip

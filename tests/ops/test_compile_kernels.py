@@ -11,10 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STATES_WITH_DRAFTS = "tests/ops/test_triton_gated_delta.py::test_drafts"
 """Launches kernels that the interpreter took once, and the compiler did not."""
+STREAMING_GATES = "tests/gpu/test_streaming_gates.py"
+"""Launches the kernels of a bench, which nothing else compiles without a GPU."""
 
 
 @pytest.mark.parametrize(
-    "tests", [STATES_WITH_DRAFTS, pytest.param("tests/ops", marks=pytest.mark.slow)]
+    "tests",
+    [STATES_WITH_DRAFTS, STREAMING_GATES, pytest.param("tests/ops", marks=pytest.mark.slow)],
 )
 def test_launches_of_tests_compile(tests: str) -> None:
     pytest.importorskip("triton")

@@ -11,6 +11,7 @@ import torch
 from triton.runtime import interpreter
 
 from quire.arrays import int32
+from quire.input_memory import InputShape
 from quire.ops.reference.mask import mask_logits as reference
 from quire.ops.reference.mask import wait_for_inputs as wait_twin
 from quire.ops.rows import LogitRows, StepRows
@@ -93,7 +94,7 @@ def waiting(device: str, rank: int = 0, world: int = 1) -> SimpleNamespace:
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    host = HostInputs(pinned_for(device), LANES, 3, 1, None, rank, world)
+    host = HostInputs(pinned_for(device), InputShape(LANES, 3, 1), None, rank, world)
     return SimpleNamespace(
         rows=StepRows(ints(lanes), ints(starts), ints(starts), ints(flags)),
         logit_rows=LogitRows(
@@ -109,8 +110,8 @@ def waiting(device: str, rank: int = 0, world: int = 1) -> SimpleNamespace:
 def wait(side: Any, case: SimpleNamespace, step_id: int, patience_us: float = 3.0) -> None:
     gate = torch.tensor(case.host.gate(step_id), dtype=torch.int32, device=case.held.device)
     side(
-        case.rows, case.logit_rows, gate, case.host.flags, position=case.position, last=case.last,
-        held=case.held, patience_us=patience_us,
+        case.rows, case.logit_rows, gate, case.host.input_flags, position=case.position,
+        last=case.last, held=case.held, patience_us=patience_us,
     )  # fmt: skip
 
 
@@ -159,10 +160,10 @@ def test_rows_that_are_late_sit_out(
 @pytest.mark.parametrize("side", SIDES)
 def test_other_ranks_do_as_the_first_says(kernel_device: str, side: Any) -> None:
     """Although they see other flags."""
-    memory = np.zeros(HostInputs.size(LANES, 3, 1), dtype=np.int8)
+    memory = np.zeros(InputShape(LANES, 3, 1).size, dtype=np.int8)
     cases = [waiting(kernel_device, rank, 2) for rank in range(2)]
     for rank, case in enumerate(cases):
-        case.host = HostInputs(pinned_for(kernel_device), LANES, 3, 1, memory, rank, 2)
+        case.host = HostInputs(pinned_for(kernel_device), InputShape(LANES, 3, 1), memory, rank, 2)
     for step_id, there in ((8, [0, 2, 7]), (9, [7]), (10, [0, 7]), (11, [0, 2, 7])):
         for case in cases:
             case.logit_rows.lanes[1:4], case.logit_rows.lanes[4] = 2, 0
@@ -196,13 +197,16 @@ def looks_of(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks are counted in the interpreter")
 def test_how_long_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each missing row adds to the wait. It lasts until one row is ready, but not for ever."""
+    """Each missing row adds to the wait, but not if a row needs no inputs. It lasts until one row
+    is ready, but not for ever."""
     monkeypatch.setattr(host, "_TRIES", 9)
     case = waiting("cpu")
-    assert looks_of(monkeypatch, case, 4, patience_us=1.0) == 1 + 4  # three rows are missing
-    two_there = waiting("cpu")
-    two_there.host.put(4, int32([0, 2]))
-    assert looks_of(monkeypatch, two_there, 4, patience_us=1.0) == 1 + 2
+    assert looks_of(monkeypatch, case, 4, patience_us=1.0) == 1 + 2
+    for there, looks in (([2], 3), ([0, 2], 2)):
+        gated = waiting("cpu")
+        gated.rows.lanes[0] = -1
+        gated.host.put(4, int32(there))
+        assert looks_of(monkeypatch, gated, 4, patience_us=1.0) == 1 + looks
     assert looks_of(monkeypatch, waiting("cpu"), 4, patience_us=0.0) == 1 + 1
     there = waiting("cpu")
     there.host.put(4, int32([0, 2, 7]))

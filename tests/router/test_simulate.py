@@ -21,7 +21,7 @@ from quire.tools.simulate.engine_model import EngineModel, read_engine
 from quire.tools.simulate.fleet import SimulatedFleet
 from quire.tools.simulate.node import SimulatedNode, SimulatedRequest
 from quire.tools.simulate.summary import Summary, summarize
-from quire.tools.simulate.trace import TraceRequest, WorkloadTrace, read_trace
+from quire.tools.workload import TraceRequest, WorkloadTrace
 
 MODEL = EngineModel(
     step_seconds=((1, 0.011), (4, 0.014)), prompt_token_seconds=1e-4, context_token_seconds=0.0,
@@ -138,40 +138,6 @@ def test_prompts_are_computed_apart_where_others_would_wait() -> None:
     assert far.apart < 0.05
 
 
-def line(**change: object) -> str:
-    fields = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
-    return json.dumps({**fields, **change}) + "\n"
-
-
-def test_both_formats_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text(line(timestamp=3000) + line(timestamp=1000) + "\n")
-    mooncake = read_trace(file, speed=2.0)
-    assert (mooncake.block_size, [r.at for r in mooncake.requests]) == (512, [0.0, 1.0])
-    assert mooncake.requests[0].blocks == (1,)
-    file.write_text(line(chat_id=4, timestamp=1.5, hash_ids=list(range(38))) + line(timestamp=2.5))
-    qwen = read_trace(file, most=1)
-    assert (qwen.block_size, len(qwen.requests), len(qwen.requests[0].blocks)) == (16, 1, 37)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no requests"),
-        ("{}\n", "line 1"),
-        (line() + line(input_length=0), "line 2: lengths"),
-        (line(input_length=10**12), "line 1: lengths"),
-        (line(output_length=1 << 31), "line 1: lengths"),
-        ("nonsense\n", "line 1"),
-    ],
-)
-def test_wrong_traces_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_trace(file)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -212,7 +178,9 @@ def test_the_fit_finds_the_coefficients() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     trace, engine, out = (tmp_path / name for name in ("t.jsonl", "e.json", "o.csv"))
-    trace.write_text("".join(line(timestamp=200 * n, hash_ids=[n % 3, 9]) for n in range(20)))
+    fields = {"input_length": 600, "output_length": 5}
+    lines = ({**fields, "timestamp": 200 * n, "hash_ids": [n % 3, 9]} for n in range(20))
+    trace.write_text("\n".join(map(json.dumps, lines)))
     engine.write_bytes(encode(EngineModel()))
     words = ["simulate", "--trace", str(trace), "--engine", str(engine), "--nodes", "2"]
     done = CliRunner().invoke(app, [*words, "--out", str(out)])

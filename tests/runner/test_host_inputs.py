@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,13 @@ import pytest
 import torch
 
 from quire.arrays import Int32, int32
+from quire.input_memory import (
+    DEPTH,
+    InputMemory,
+    InputShape,
+    OverwrittenError,
+    map_file,
+)
 from quire.plan import RowFlag, StepPlan
 from quire.runner.hooks.mask import Mask
 from quire.runner.host_inputs import HostInputs
@@ -21,7 +29,7 @@ _PROMPT, _SAMPLE, _GATED = int(RowFlag.PROMPT), int(RowFlag.SAMPLE), int(RowFlag
 
 
 def test_inputs_are_there_once_they_were_put() -> None:
-    inputs = HostInputs(CPU, lanes=3, lines=2, words=2)
+    inputs = HostInputs(CPU, InputShape(3, 2, 2))
     lanes = int32([0, 2])
     inputs.put(3, int32([2]))
     assert not inputs.has(3, lanes, wait=False)
@@ -33,17 +41,17 @@ def test_inputs_are_there_once_they_were_put() -> None:
 
 
 def test_each_lane_has_its_lines() -> None:
-    inputs = HostInputs(CPU, lanes=3, lines=2, words=2)
+    inputs = HostInputs(CPU, InputShape(3, 2, 2))
     assert inputs.buffer().shape == (6, 2)
     inputs.buffer()[:] = np.arange(12).reshape(6, 2)
     assert inputs.lines.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-    assert inputs.flags.flags.tolist() == [0, 0, 0]
-    assert inputs.flags.verdicts.tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert inputs.flags.tolist() == [0, 0, 0]
+    assert inputs.verdicts.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 def test_a_flag_never_goes_back() -> None:
     """Inputs of a row that is over must not close what a later step has opened."""
-    inputs, lane = HostInputs(CPU, lanes=1, lines=1, words=2), int32([0])
+    inputs, lane = HostInputs(CPU, InputShape(1, 1, 2)), int32([0])
     inputs.put(4, lane)
     inputs.put(2, lane)
     assert inputs.has(4, lane, wait=False)
@@ -55,20 +63,21 @@ def test_a_flag_never_goes_back() -> None:
 @pytest.mark.parametrize("step", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 3 * 2**40 + 2**31 + 5])
 def test_a_gate_names_the_value_in_int32(step: int) -> None:
     """The flag has the value from when the inputs are there."""
-    inputs = HostInputs(CPU, lanes=1, lines=1, words=2)
+    inputs = HostInputs(CPU, InputShape(1, 1, 2))
     low, high = np.array(inputs.gate(step), dtype=np.int32).tolist()
     value = (low & 0xFFFFFFFF) + (high << 32)
     if step:
         inputs.put(step - 1, int32([0]))
-    assert inputs.flags.flags[0] < value
+    assert inputs.flags[0] < value
     inputs.put(step, int32([0]))
-    assert inputs.flags.flags[0] == value
+    assert inputs.flags[0] == value
 
 
 def test_inputs_over_one_memory_are_one() -> None:
     """Several ranks map one memory, and each looks for itself."""
-    memory = np.zeros(HostInputs.size(3, 2, 2), dtype=np.int8)
-    ours, theirs = (HostInputs(CPU, 3, 2, 2, memory, rank, 2) for rank in range(2))
+    shape = InputShape(3, 2, 2)
+    memory = np.zeros(shape.size, dtype=np.int8)
+    ours, theirs = (HostInputs(CPU, shape, memory, rank, 2) for rank in range(2))
     ours.buffer()[4] = 7
     assert not theirs.has(4, int32([2]), wait=False)
     waiting = threading.Timer(0.05, ours.put, (4, int32([2])))
@@ -79,7 +88,7 @@ def test_inputs_over_one_memory_are_one() -> None:
 
 
 def test_waiting_for_another_thread() -> None:
-    inputs = HostInputs(CPU, lanes=2, lines=1, words=1)
+    inputs = HostInputs(CPU, InputShape(2, 1, 1))
     brings = threading.Thread(target=lambda: [inputs.put(5, int32([i])) for i in (0, 1)])
     waiting = threading.Timer(0.05, brings.start)
     waiting.start()
@@ -89,12 +98,65 @@ def test_waiting_for_another_thread() -> None:
 
 
 def test_closing_lets_those_through_who_wait() -> None:
-    inputs = HostInputs(CPU, lanes=2, lines=1, words=1)
+    inputs = HostInputs(CPU, InputShape(2, 1, 1))
     closes = threading.Timer(0.05, inputs.close)
     closes.start()
     assert inputs.has(3, int32([0, 1]), wait=True)
     closes.join()
-    assert (inputs.flags.verdicts & 1 == 0).all()
+    assert (inputs.verdicts & 1 == 0).all()
+
+
+# -- what inputs are made from -------------------------------------------------------------------
+
+
+def test_results_and_claims_of_steps_in_flight() -> None:
+    """Steps without GATED rows in between have none, and whoever comes too late gets an error."""
+    inputs = HostInputs(CPU, InputShape(3, 2, 1, results=4, claims=2))
+    arrivals: list[int] = []
+    inputs.on_arrival = lambda: arrivals.append(1)
+    steps = [2**31 - 2, 2**31 - 1, 2**31 + 3, 2**32 - 1, 2**32]
+    for step in steps:
+        gate = torch.tensor(inputs.gate(step), dtype=torch.int32)
+        ids = torch.arange(6, dtype=torch.int32).view(3, 2) + step % 7
+        assert inputs.claim(step, 1) is None
+        inputs.send_claims(step, ids, ids[:, 0] + 5, gate)
+        assert inputs.result(step, 1) is None
+        found = inputs.claim(step, 1)
+        assert found is not None
+        assert (found[0].tolist(), found[1]) == ([2 + step % 7, 3 + step % 7], 7 + step % 7)
+        results = torch.full((2, 4), step % 5, dtype=torch.int32)
+        inputs.send_results(step, results, gate)
+        assert inputs.result(step, 1) == [step % 5] * 4
+    assert len(arrivals) == 2 * len(steps)
+    assert inputs.result(steps[-2], 0) == [steps[-2] % 5] * 4
+    later = torch.tensor(inputs.gate(steps[-1] + DEPTH), dtype=torch.int32)
+    inputs.send_results(steps[-1] + DEPTH, torch.zeros(1, 4, dtype=torch.int32), later)
+    with pytest.raises(OverwrittenError):
+        inputs.result(steps[-1], 0)
+
+
+def test_another_process_maps_the_memory() -> None:
+    inputs = HostInputs(CPU, InputShape(3, 2, 5), remote=True)
+    assert inputs.file is not None
+    theirs = InputMemory(inputs.shape, map_file(*inputs.file, inputs.shape.size), remote=True)
+    theirs.buffer()[2] = 9
+    theirs.put(4, int32([1]))
+    assert inputs.has(4, int32([1]), wait=True)
+    assert inputs.lines[2].tolist() == [9] * 5
+    inputs.close()
+    assert inputs.file is None
+
+
+def test_a_part_of_a_file(tmp_path: Path) -> None:
+    """Several ranks share a file, in which other things lie too."""
+    shape = InputShape(2, 1, 3)
+    whole = np.memmap(tmp_path / "memory", np.int8, "w+", shape=(8192 + shape.size,))
+    inputs = HostInputs(CPU, shape, whole[4096 : 4096 + shape.size], remote=True)
+    assert inputs.file is not None
+    theirs = InputMemory(shape, map_file(*inputs.file, shape.size), remote=True)
+    theirs.put(1, int32([1]))
+    assert inputs.flags.tolist() == [0, 2]
+    inputs.close()
 
 
 def packed(plan: StepPlan, drafts: int) -> tuple[list[int], list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.arrays import int32
-from quire.features.structured_output.feature import claimed_drafts
+from quire.features.structured_output.mask_worker import claimed_drafts
 from quire.plan import KVGroup, StepPlan
 from tests.fakes import FakeExecutor
 

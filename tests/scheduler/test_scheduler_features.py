@@ -41,7 +41,7 @@ def test_only_overridden_hooks_are_called() -> None:
 
     speaks = Speaks()
     features = FeatureSet([Silent(), speaks])
-    assert features.ready == [speaks.ready]
+    assert features.unready(request("one")) == speaks.waits_for
     assert features.looks_ahead == []
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quire.engine.loop.embedding import Embedding
+from quire.engine.loop.output import CompletionUpdate
 from quire.errors import EngineDeadError, QuireError
 from quire.features.call import CallType, NewsType
 from quire.features.lora.calls import NAMES
@@ -18,20 +19,6 @@ from quire.grammar.grammar import compilable
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.text.chat_template import TemplateTraits
-
-
-@dataclass
-class Update:
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0
-    queued: float = 0.0
 
 
 @dataclass
@@ -92,7 +79,7 @@ class FakeClient:
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncIterator[CompletionUpdate]:
         if not self.alive:
             raise EngineDeadError("dead")
         self.seen.append((prompt, params))
@@ -108,7 +95,7 @@ class FakeClient:
                     await asyncio.sleep(0)
                 ids = self.tokenizer.encode(word, False).tolist() if self.encode else [i]
                 last = i == len(self.words) - 1 and self.error is None
-                yield Update(
+                yield CompletionUpdate(
                     0,
                     word,
                     ids,

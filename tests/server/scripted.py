@@ -17,13 +17,14 @@ import openai
 import uvicorn
 
 import quire
+from quire.engine.loop.output import CompletionUpdate
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.process.listen import bind, url_of
 from quire.text.tokenizer import Tokenizer
-from tests.server.fakes import FakeClient, Update
+from tests.server.fakes import FakeClient
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny"
 MODEL = "scripted"
@@ -99,7 +100,7 @@ class Speaker(FakeClient):
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncIterator[CompletionUpdate]:
         self.seen.append((prompt, params))
         self.heard.append(self.tokenizer.decode(prompt, skip_special_tokens=False))
         ids = self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False).tolist()
@@ -110,7 +111,7 @@ class Speaker(FakeClient):
             last = place == len(shown) - 1
             if last:
                 self.aborted.remove(request_id)
-            yield Update(
+            yield CompletionUpdate(
                 0,
                 self.tokenizer.token_text(token),
                 [token],

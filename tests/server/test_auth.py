@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.engine.loop.output import CompletionUpdate
 from quire.errors import OverloadedError
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.args import ServerArgs
 from quire.server.http.usage_report import UsageReader
 from quire.server.telemetry.logs import JsonFormatter, TextFormatter
-from tests.server.fakes import FakeClient, PlainTokenizer, Update
+from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, assert_error, connect, run
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -109,9 +110,9 @@ class Forking(FakeClient):
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncIterator[CompletionUpdate]:
         entry = {0: Logprob(-1.0, 1), 1: Logprob(-2.0, 2)}
-        yield Update(0, "", [0], [entry], "length", prompt_token_ids=[1, 2, 3])
+        yield CompletionUpdate(0, "", [0], [entry], "length", prompt_token_ids=[1, 2, 3])
 
 
 @pytest.mark.parametrize("chat", [False, True])

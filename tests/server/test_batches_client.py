@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.loop.output import CompletionUpdate
 from quire.errors import ConfigError, OverloadedError
 from quire.server.apis.batch import service as service_module
 from quire.server.apis.batch.form import FormReader, boundary_of
@@ -25,7 +26,7 @@ from quire.server.apis.batch.store import BatchStore
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.errors import ApiError
-from tests.server.fakes import FakeClient, PlainTokenizer, Update
+from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import assert_error, run
 from tests.server.server_process import MODEL, WAIT, Server
 from tests.slow import examples
@@ -153,7 +154,9 @@ class Recorder(FakeClient):
         self.busy = busy
         self.ran_as: list[tuple[str, float]] = []
 
-    async def generate(self, prompt: Any, params: Any, **options: Any) -> AsyncIterator[Update]:
+    async def generate(
+        self, prompt: Any, params: Any, **options: Any
+    ) -> AsyncIterator[CompletionUpdate]:
         self.ran_as.append((options["tenant"], options["share"]))
         self.busy -= 1
         if self.busy >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -72,6 +73,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     stats = EngineStats(
         running=1,
         set_back=2,
+        delay_seconds={"queue": 1.0},
         blocks_used=[1],
         blocks_cached=[2],
         blocks_free=[3],
@@ -142,6 +144,13 @@ def unknown(document: Any, metrics: ServerMetrics) -> set[str]:
     }
 
 
+def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+    return all(
+        one[at] < other[at] + other[size] and other[at] < one[at] + one[size]
+        for at, size in (("x", "w"), ("y", "h"))
+    )
+
+
 def test_the_dashboard(everything: ServerMetrics) -> None:
     board = json.loads((ROOT / "docs" / "grafana" / "quire.json").read_text())
     assert unknown(board, everything) == set()
@@ -153,6 +162,8 @@ def test_the_dashboard(everything: ServerMetrics) -> None:
         if panel["type"] != "row":
             assert panel["targets"], panel["title"]
             assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+    for one, other in itertools.combinations([panel["gridPos"] for panel in panels], 2):
+        assert not overlap(one, other)
     shown = " ".join(expressions(board))
     missing = [name for name in families(everything) if not re.search(rf"\b{name}", shown)]
     assert missing == []

@@ -201,6 +201,10 @@ def test_phases() -> None:
     assert names == [("queue", 1.0, 3.0), ("prefill", 3.0, 5.0)]
     names = [(name, start, end) for name, start, end, _ in _spans(PromptPhases(1.0, 5.0, 2.0, 4.0))]
     assert names == [("queue", 1.0, 3.0), ("prefill", 3.0, 4.0), ("decode", 4.0, 5.0)]
+    delayed = PromptPhases(1.0, 5.0, 2.0, delays={"queue": 2.0, "prompts": 1.5})
+    *_, (name, _, _, found) = _spans(delayed)
+    assert name == "prefill"
+    assert found == found | {"quire.delay.queue": 2.0, "quire.delay.prompts": 1.5}
 
 
 @pytest.mark.parametrize("endpoint", ["", "localhost:4318", "ftp://x", "http://", "grpc://a:1"])

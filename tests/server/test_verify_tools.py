@@ -22,7 +22,7 @@ from quire.tools.verify.outcome import FailedError
 from quire.tools.verify.run import ScoreCard, verify_tools
 from quire.tools.verify.tool_checks import TOOL_CHECKS
 from quire.tools.verify.tool_session import CheckedCall, ToolSession
-from tests.server.fakes import Update
+from tests.server.fakes import CompletionUpdate
 from tests.server.parsers.test_registry import WRITTEN, template_of
 from tests.server.scripted import EMBEDDED, Scripted, Speaker, serve
 
@@ -41,7 +41,7 @@ class GrammarEngine(Speaker):
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncIterator[CompletionUpdate]:
         most = params.max_tokens or 4096
         ids, complete = self._written(params.structured_outputs, most)
         for choice in range(params.n):
@@ -52,7 +52,7 @@ class GrammarEngine(Speaker):
                 text = self.tokenizer.decode(ids[:count], skip_special_tokens=False)
                 if text.endswith("\ufffd") and not last:
                     text = shown
-                yield Update(
+                yield CompletionUpdate(
                     choice,
                     text[len(shown) :],
                     [ids[count - 1]],

@@ -17,7 +17,15 @@ from quire.errors import ConfigError
 from quire.tools.bench.online import load
 from quire.tools.bench.online.client import Answer
 from quire.tools.bench.online.drive import Server, drive, processes_for
-from quire.tools.bench.online.sweep import Plan, failures, parse_goodput, summary
+from quire.tools.bench.online.sweep import (
+    Plan,
+    failures,
+    highest_rate,
+    parse_aims,
+    parse_goodput,
+    summary,
+)
+from quire.tools.workload import chat_trace
 
 
 def answer(sent: float, times: list[float], *, tokens: int, error: str = "") -> Answer:
@@ -57,6 +65,38 @@ def test_invalid_goodput_targets_are_refused(text: str) -> None:
         parse_goodput([text])
 
 
+@pytest.mark.parametrize("capacity", [0.3, 1.0, 7.7, 130.0])
+def test_the_search_finds_the_highest_rate(capacity: float) -> None:
+    tried: list[float] = []
+
+    def keeps(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= capacity
+
+    found = highest_rate(keeps, 4.0)
+    assert found is not None
+    assert capacity / 1.05 <= found <= capacity
+    assert len(tried) <= 14
+    assert len(set(tried)) == len(tried)
+
+
+def test_the_search_ends_without_a_bound() -> None:
+    assert highest_rate(lambda rate: False, 4.0) is None
+    assert highest_rate(lambda rate: True, 4.0) == 4.0 * 2**23
+
+
+def test_aims() -> None:
+    aims = parse_aims(["ttft:500", "itl:30"], 99)
+    good = {"requests": 3.0, "failed": 0.0, "ttft_p99_ms": 500.0, "itl_p99_ms": 20.0}
+    assert aims.misses(good) == []
+    assert aims.misses({**good, "itl_p99_ms": 31.0}) == ["itl_p99_ms 31.0 > 30"]
+    assert aims.misses({**good, "failed": 1.0}) == ["1 requests failed"]
+    with pytest.raises(ConfigError, match="slo takes ttft, tpot, itl or e2el"):
+        parse_aims(["first:3"], 99)
+    with pytest.raises(ConfigError, match="slo_percentile"):
+        parse_aims(["itl:3"], 0)
+
+
 def test_random_asks() -> None:
     lengths = load.Lengths(input_len=100, output_len=50, spread=0.5, prefix_len=7)
     asks = load.random_asks(40, lengths, 1000, seed=3)
@@ -93,6 +133,13 @@ def test_arrivals() -> None:
         assert times[0] == 0.0
         assert times == sorted(times)
         assert times[-1] / 4000 == pytest.approx(1 / 20, rel=0.15)
+
+
+def test_the_times_of_a_trace_are_scaled_to_a_rate() -> None:
+    trace = chat_trace(50)
+    at = Plan(trace=trace, rate=2 * trace.rate).send_at(50, 0)
+    assert at == pytest.approx([request.at / 2 for request in trace.requests])
+    assert Plan(trace=trace).send_at(50, 0) is None
 
 
 def test_invalid_plans_are_refused() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +22,28 @@ from quire.tools.bench.cases import parse_numbers
 from quire.tools.bench.gpu_meter import GpuMeter
 from quire.tools.bench.online.drive import Server, launched
 from quire.tools.bench.online.load import Lengths
-from quire.tools.bench.online.sweep import Plan, levels, parse_goodput
+from quire.tools.bench.online.sweep import (
+    Aims,
+    LoadLevel,
+    Plan,
+    highest_rate,
+    levels,
+    parse_aims,
+    parse_goodput,
+)
 from quire.tools.bench.record import BenchRecord, format_table, make_record
+from quire.tools.workload import WorkloadTrace, chat_trace, read_trace
 
 _ON_SCREEN = (
     "failed", "output_tok_s", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "itl_p50_ms",
     "itl_p95_ms", "e2el_p50_ms", "goodput_s", "speedup", "client_cpu", "gpu_watts",
     "joules_per_token",
 )  # fmt: skip
+
+_CHATS = 400
+"""Requests of the trace `chats`, if --num-prompts gives no number."""
+_SEEDS = 1_000_000
+"""Distance of the seeds of two runs."""
 
 
 @with_options(OutputOptions)
@@ -54,6 +71,14 @@ def serve(
             "Default: random prompts."
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Send requests with the times, lengths and common prefixes of a trace, in "
+            "Mooncake's, Qwen's, Azure's or BurstGPT's format. `chats` makes one.",
+        ),
+    ] = None,
     prompts: Annotated[
         str,
         typer.Option(help="Send random prompts as text (the server's /detokenize) or as ids."),
@@ -75,7 +100,12 @@ def serve(
         str, typer.Option(help="Requests at once, one level after the other; 0 is no limit.")
     ] = "1,2,4,8,16,32,64",
     request_rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Requests a second, instead of levels.")
+        float | None,
+        typer.Option(
+            min=1e-6,
+            help="Requests a second, instead of levels. With --slo, the first rate of the search. "
+            "Default with --trace: the trace's.",
+        ),
     ] = None,
     burstiness: Annotated[
         float, typer.Option(min=1e-3, help="Shape of the gaps; 1 is a Poisson process.")
@@ -90,6 +120,16 @@ def serve(
         list[str] | None,
         typer.Option(help="Count answers within this, as in ttft:200, tpot:50. May be repeated."),
     ] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Search for the highest request rate that keeps this, as in ttft:500, itl:30. "
+            "May be repeated."
+        ),
+    ] = None,
+    slo_percentile: Annotated[
+        float, typer.Option(help="Percentile of the times that --slo limits.")
+    ] = 99.0,
     client_processes: Annotated[
         int | None, typer.Option(min=1, max=64, help="Default: one for every 16 streams, up to 8.")
     ] = None,
@@ -104,6 +144,10 @@ def serve(
     sampling: dict[str, Any] = {"temperature": temperature}
     if ignore_eos:
         sampling["ignore_eos"] = True
+    requests = None if trace is None else _trace(trace, num_prompts)
+    if requests is not None and dataset is not None:
+        raise ConfigError("--trace and --dataset are two sources of prompts: give one", "trace")
+    aims = parse_aims(slo, slo_percentile) if slo else None
     plan = Plan(
         endpoint=endpoint,  # type: ignore[arg-type]
         prompts=prompts,  # type: ignore[arg-type]
@@ -111,9 +155,10 @@ def serve(
             input_len=input_len, output_len=output_len or 256, spread=spread, prefix_len=prefix_len
         ),
         dataset=dataset,
+        trace=requests,
         dataset_output_len=output_len,
-        count=num_prompts,
-        rate=request_rate,
+        count=num_prompts if requests is None else len(requests.requests),
+        rate=request_rate or (requests.rate if requests is not None else None),
         burstiness=burstiness,
         sampling=sampling,
         warmup=warmup,
@@ -123,12 +168,7 @@ def serve(
         timeout=timeout,
         seed=seed,
     )
-    if request_rate is not None or max_concurrency.strip() == "0":
-        concurrencies = [0]
-    else:
-        concurrencies = parse_numbers(max_concurrency, "max_concurrency")
-    if concurrencies == [0] and num_prompts is None and dataset is None:
-        raise ConfigError("say how many with --num-prompts", "num_prompts")
+    concurrencies = _concurrencies(plan, max_concurrency, aims)
     files = outputs.files()
     files.check()
     records: list[BenchRecord] = []
@@ -137,20 +177,23 @@ def serve(
         name = model or server.model()
         settings = {
             "endpoint": plan.endpoint,
-            "prompts": plan.prompts if plan.dataset is None else plan.dataset.name,
+            "prompts": trace or (plan.prompts if plan.dataset is None else plan.dataset.name),
             "input_len": plan.lengths.input_len,
             "output_len": plan.lengths.output_len,
             **({} if serve_flags is None else {"server": serve_flags}),
-            **({} if plan.rate is None else {"request_rate": plan.rate}),
             **plan.sampling,
         }
-        for level in levels(
-            plan, server, name, concurrencies, lambda text: typer.echo(text, err=True),
-            GpuMeter() if serve_flags is None else meter_of(serve_flags),
-        ):  # fmt: skip
+        meter = GpuMeter() if serve_flags is None else meter_of(serve_flags)
+
+        def measure(plan: Plan) -> Iterator[LoadLevel]:
+            return levels(plan, server, name, concurrencies, _tell, meter)
+
+        def note(plan: Plan, level: LoadLevel) -> None:
             for problem in level.problems:
-                typer.echo(f"  {problem}", err=True)
+                _tell(f"  {problem}")
             about = {**settings, "concurrency": level.concurrency}
+            if plan.rate is not None:
+                about["request_rate"] = round(plan.rate, 4)
             record = make_record(
                 _case(plan, level.concurrency), level.metrics, model=name, device=device,
                 settings=about,
@@ -161,11 +204,86 @@ def serve(
                 record.metrics["speedup"] = record.metrics["output_tok_s"] / speed
             records.append(record)
             files.add(record)
+
+        if aims is None:
+            for level in measure(plan):
+                note(plan, level)
+        else:
+            best = _search(plan, aims, measure, note)
+            limits = {f"{kind}_limit_ms": limit for kind, limit in aims.limits.items()}
+            record = make_record(
+                "goodput", {"request_rate": best or 0.0, **limits}, model=name, device=device,
+                settings={**settings, "percentile": aims.percentile},
+            )  # fmt: skip
+            files.add(record)
     hidden = [m for record in records for m in record.metrics if m not in _ON_SCREEN]
     typer.echo(format_table(records, leave_out=hidden))
-    files.finish(records, plots.online)
+    draw = plots.online if aims is None else functools.partial(plots.rates, limits=aims.limits)
+    files.finish(records, draw)
+    if aims is not None:
+        typer.echo(_verdict(aims, best))
     if any(not record.metrics.get("requests") for record in records):
         raise ConfigError("no request was answered", "url")
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _concurrencies(plan: Plan, asked: str, aims: Aims | None) -> list[int]:
+    """Returns the numbers of requests at once that `asked` names; [0] if times are given.
+
+    Raises:
+        ConfigError: nothing says how many requests to send, or how fast.
+    """
+    if aims is not None and plan.rate is None:
+        raise ConfigError("--slo needs --request-rate, the first rate, or --trace", "slo")
+    timed = plan.rate is not None or asked.strip() == "0"
+    found = [0] if timed else parse_numbers(asked, "max_concurrency")
+    if found == [0] and plan.count is None and plan.dataset is None:
+        raise ConfigError("say how many with --num-prompts", "num_prompts")
+    return found
+
+
+def _trace(name: str, most: int | None) -> WorkloadTrace:
+    """Returns the trace of a file, or the one that `chats` names.
+
+    Raises:
+        ConfigError: the file is no trace.
+    """
+    return chat_trace(most or _CHATS) if name == "chats" else read_trace(Path(name), most=most)
+
+
+def _search(
+    plan: Plan,
+    aims: Aims,
+    measure: Callable[[Plan], Iterator[LoadLevel]],
+    note: Callable[[Plan, LoadLevel], None],
+) -> float | None:
+    """Returns the highest rate at which the server keeps its aims, or None."""
+    percentiles = sorted({*plan.percentiles, aims.percentile})
+    runs = itertools.count()
+
+    def keeps(rate: float) -> bool:
+        # Other prompts each time: a prompt that a server has in its cache costs it less.
+        number = next(runs)
+        warmup = 0 if number else plan.warmup
+        seed = plan.seed + _SEEDS * number
+        asked = replace(plan, rate=rate, warmup=warmup, seed=seed, percentiles=percentiles)
+        (level,) = measure(asked)
+        note(asked, level)
+        misses = aims.misses(level.metrics)
+        _tell(f"  {rate:.3g} requests/s: {'; '.join(misses) or 'kept'}")
+        return not misses
+
+    return highest_rate(keeps, plan.rate or 1.0)
+
+
+def _verdict(aims: Aims, best: float | None) -> str:
+    limits = ", ".join(f"{aims.metric(kind)} <= {limit:g}" for kind, limit in aims.limits.items())
+    if best is None:
+        return f"No rate keeps {limits}."
+    return f"Highest rate that keeps {limits}: {best:.3g} requests/s."
 
 
 def _case(plan: Plan, concurrency: int) -> str:

@@ -18,7 +18,7 @@ from quire.tools.simulate.calibrate import encode
 from quire.tools.simulate.engine_model import EngineModel, read_engine
 from quire.tools.simulate.fleet import SimulatedFleet
 from quire.tools.simulate.summary import Summary, summarize, write_csv
-from quire.tools.simulate.trace import read_trace
+from quire.tools.workload import read_trace
 
 _POLICIES = ("prefix", "least-loaded", "round-robin")
 _TIMES = ("ttft_p50_s", "ttft_p99_s", "latency_p50_s", "latency_p99_s", "itl_p50_s", "itl_p99_s")

@@ -62,15 +62,11 @@ class LoopFeature:
         returned once. If news is expected, it waits for up to `patience` seconds."""
         return (), ()
 
-    def may_launch(self) -> bool:
-        """Whether another step may be planned now."""
-        return True
-
     def before_submit(self) -> None:
         """Called between the planning of a step and its submission."""
 
-    def after_update(self) -> None:
-        """Called after the scheduler has taken in a result."""
+    def after_update(self, step_id: int) -> None:
+        """Called after the scheduler has taken in a step's result."""
 
     def fds(self) -> Sequence[int]:
         """Returns file descriptors that become readable when `poll` has news."""

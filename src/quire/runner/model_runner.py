@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from quire import models, ops
-from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import (
@@ -24,6 +23,7 @@ from quire.executor import (
     StepSeconds,
     WorkerCall,
 )
+from quire.input_memory import InputMemory
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import StepPlan, StepResult
 from quire.runner.graphs import Graphs
@@ -177,15 +177,8 @@ class ModelRunner:
         """Returns the oldest step's result. Waits for the device, and for the step's inputs."""
         return self.running.collect()
 
-    def input_lines(self) -> Int32:
-        return self.running.input_lines()
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        # Threads that wait for claims may call once more while the engine ends.
-        return None if self._running is None else self._running.claimed(step_id, wait=wait)
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        self.running.submit_inputs(step_id, lanes)
+    def host_inputs(self) -> InputMemory:
+        return self.running.host_inputs()
 
     def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
         """Lets the hook that takes a call answer it."""

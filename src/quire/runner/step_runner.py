@@ -16,6 +16,7 @@ from quire import ops
 from quire.arrays import Int32, int32
 from quire.errors import QuireError
 from quire.executor import Answered, Asked, WorkerCall
+from quire.input_memory import InputMemory
 from quire.plan import Admit, RowFlag, StepPlan, StepResult
 from quire.runner.hooks import Level
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape
@@ -228,22 +229,13 @@ class StepRunner:
             step.result.finished_transfers, step.result.failed_transfers = ended
         return step.result
 
-    # -- host inputs, from any thread, and calls -----------------------------------------------
+    # -- host inputs and calls ------------------------------------------------------------------
 
-    def input_lines(self) -> Int32:
-        gate = self.sized.gate
-        lines = None if gate is None else gate.input_lines()
-        if lines is None:
+    def host_inputs(self) -> InputMemory:
+        inputs = None if self.sized.gate is None else self.sized.gate.host_inputs()
+        if inputs is None:
             raise QuireError("no hook of this runner takes host inputs")
-        return lines
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        gate = self.sized.gate
-        return None if gate is None else gate.claimed(step_id, wait=wait)
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        if self.sized.gate is not None:
-            self.sized.gate.submit_inputs(step_id, lanes)
+        return inputs
 
     def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
         """Lets the hook that takes a call answer it."""

@@ -25,7 +25,12 @@ class Feature:
     """The base of features, and the definition of their interface. Its methods do nothing.
 
     The methods are in the order in which the scheduler calls them.
+
+    Attributes:
+        waits_for: what a request waits for while `ready` is false. A label of metrics.
     """
+
+    waits_for = "feature"
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         """Gives the feature the scheduler's blocks and its `wake`. Called once, before all else."""
@@ -261,7 +266,6 @@ class FeatureSet:
     """All features of a scheduler. It calls a method only for features that override it.
 
     Attributes:
-        ready: bound methods `Feature.ready`, which `WaitingSet` calls itself.
         verified: bound methods `Feature.verified`, which the scheduler calls itself.
         looks_ahead: the features that propose drafts.
     """
@@ -273,7 +277,6 @@ class FeatureSet:
             if not name.startswith("_") and callable(method)
         }
         """By method, the bound methods of the features that override it."""
-        self.ready = self._calls["ready"]
         self.verified = self._calls["verified"]
         self.looks_ahead: list[Feature] = []
         for feature in features:
@@ -302,6 +305,14 @@ class FeatureSet:
             # If a feature refuses the request or fails, the others must still forget the request.
             self.finish(request)
             raise
+
+    def unready(self, request: Request) -> str | None:
+        """Returns what the request waits for before it can be queued, or None."""
+        for ready in self._calls["ready"]:
+            if not ready(request):
+                feature: Feature = ready.__self__  # type: ignore[attr-defined]
+                return feature.waits_for
+        return None
 
     @property
     def fetches(self) -> bool:

@@ -154,6 +154,7 @@ class SchedulerStats:
         preemptions: Number of times a running request was put back into the queue.
         swapped: Number of preemptions after which a feature restores the blocks.
         late_rows: Number of rows that gave no token because their host inputs were late.
+        delay_seconds: Seconds of all requests, by cause; see `DelayClock`.
     """
 
     running: int
@@ -169,3 +170,4 @@ class SchedulerStats:
     preemptions: int
     swapped: int
     late_rows: int
+    delay_seconds: dict[str, float]

@@ -41,6 +41,7 @@ from quire.executor import Capacity
 from quire.plan import Admit, StepPlan, StepResult, StopReason
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler.admission import Admission
+from quire.scheduler.delays import DECODE, PREEMPTED, PREFILL, DelayClock
 from quire.scheduler.feature import Feature, FeatureSet
 from quire.scheduler.order import Order
 from quire.scheduler.progress import SchedulerStats, StepProgress
@@ -61,6 +62,7 @@ class Scheduler:
         order: which requests come first; `Order(config)` by default.
 
     Attributes:
+        delays: notes what delays each request.
         last_step: the last step that was planned, or None.
         last_prompt_step: the last step that computed a part of any prompt, or None.
         paused: whether steps have no rows. Requests are accepted, and keep their lanes.
@@ -91,7 +93,8 @@ class Scheduler:
         )
         self._requests: dict[str, Request] = {}
         self._order = Order(config) if order is None else order
-        self._waiting = WaitingSet(self._order, self._features.ready)
+        self.delays = DelayClock(config.max_num_seqs)
+        self._waiting = WaitingSet(self._order, self._features.unready, self.delays)
         self._prompts_planned: list[Request] = []
         self._running = RunningSet(
             config, self.blocks, self._order, self._features, logit_rows, capacity.drafts
@@ -189,6 +192,7 @@ class Scheduler:
         request.end_version(self._read_version)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        self.delays.enter(request, "")
         self._order.finish(request)
         self._features.finish(request)
         self._waiting.wake_siblings(request)
@@ -249,6 +253,7 @@ class Scheduler:
     def _release(self, requests: Sequence[Request], *, ended: bool) -> None:
         """Frees lanes and blocks."""
         for request in requests:
+            self.delays.settle(request)
             valid = request.computed if request.generating else request.planned
             # The recurrent state of a held lane is one position further.
             exact = valid == request.planned and not self._lanes.held[request.lane]
@@ -378,6 +383,7 @@ class Scheduler:
             self._order.pop(request)
             self._running.add(request, chunk.start)
             self._order.start(request, chunk.start)
+            self.delays.enter(request, PREEMPTED if request.num_preemptions else PREFILL)
             if not (request.num_preemptions or chunk.forked):
                 request.num_cached_tokens = chunk.start
                 self._prefix_queries += request.known
@@ -406,6 +412,7 @@ class Scheduler:
             copies=self.blocks.take_copies(),
         )
         self._features.plan(plan, step.requests)
+        self.delays.launched(step)
         self._in_flight.append(step)
         self.last_step = step
         if chunks:
@@ -437,6 +444,7 @@ class Scheduler:
         n = np.minimum(n, self._lanes.last[step.lanes] + 1 - self._lanes.known[step.lanes])
         late = stop == StopReason.LATE
         any_late = bool(late.any())
+        self.delays.result(step, late)
         if any_late:
             self._features.late(*self._dropped(step, np.flatnonzero(late)))
             stop = np.where(late, int(StopReason.NONE), stop)
@@ -450,6 +458,9 @@ class Scheduler:
         self._running.confirm(step, tokens, n)
         if any_late:
             self._running.hold(step, np.flatnonzero(late))
+        for i in range(step.num_generating, len(n)):
+            if n[i]:
+                self.delays.enter(step.requests[i], DECODE)
         finished = self._end(step, stop, cut)
         for i in cut:
             self._preempt(step.requests[i])
@@ -551,6 +562,7 @@ class Scheduler:
             preemptions=self._preemptions,
             swapped=self._swapped,
             late_rows=self._late_rows,
+            delay_seconds=dict(self.delays.totals),
         )
 
     def reset_prefix_cache(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.config import SchedulerConfig
 from quire.request import Request, RequestStatus
+from quire.scheduler.delays import KV, PREEMPTED, QUEUE, SIBLING, DelayClock
 
 SortKey = tuple[float, int]
 Entry = tuple[float, int, Request]
@@ -105,11 +106,18 @@ class WaitingSet:
 
     A request cannot run while a feature is not ready for it. A sibling (n > 1) cannot run until its
     leader's prompt, which both share, is planned.
+
+    Args:
+        unready: returns what a feature waits for before the request can run, or None.
+        clock: is told what each request waits for.
     """
 
-    def __init__(self, queue: Queue, ready: Sequence[Callable[[Request], bool]]) -> None:
+    def __init__(
+        self, queue: Queue, unready: Callable[[Request], str | None], clock: DelayClock
+    ) -> None:
         self.queue = queue
-        self._ready = ready
+        self._unready = unready
+        self._clock = clock
         self._num_parked = 0
         self._siblings: dict[str, list[Request]] = {}
 
@@ -121,17 +129,22 @@ class WaitingSet:
         leader = _awaited_leader(request)
         if leader is not None:
             self._siblings.setdefault(leader.request_id, []).append(request)
-        elif all(ready(request) for ready in self._ready):
+            self._park(request, SIBLING)
+        elif (cause := self._unready(request)) is not None:
+            self._park(request, cause)
+        else:
+            self._clock.enter(request, PREEMPTED if request.num_preemptions else QUEUE)
             self.queue.push(request)
-            return
+
+    def _park(self, request: Request, cause: str) -> None:
+        self._clock.enter(request, cause)
         request.status = RequestStatus.PARKED
         self._num_parked += 1
 
     def park(self, request: Request) -> None:
-        """Removes the next request from the queue, and parks it until it is woken."""
+        """Removes the next request from the queue, and parks it until its blocks are loaded."""
         self.queue.pop(request)
-        request.status = RequestStatus.PARKED
-        self._num_parked += 1
+        self._park(request, KV)
 
     def wake(self, request: Request) -> None:
         """Asks the features again about a parked request."""

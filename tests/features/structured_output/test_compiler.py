@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from quire.errors import CompilerBusyError, GrammarError
-from quire.features.structured_output import compiler
 from quire.features.structured_output.compiler import Compiler, CompilerConfig
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.errors import as_api_error
@@ -153,45 +152,6 @@ def test_a_slow_grammar_does_not_delay_others(
     gated.compile(choice("quick")).result(20)  # on the only thread but one
     assert compiled == ["slow", "quick"]
     gate.set()
-
-
-@pytest.fixture
-def copying(tokenizer: Tokenizer) -> Iterator[Compiler]:
-    config = CompilerConfig(copies=3)
-    made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
-    yield made
-    made.shutdown()
-
-
-def test_requests_at_the_same_time_share_few_copies(copying: Compiler, monkeypatch: Any) -> None:
-    monkeypatch.setattr(compiler, "_CHEAP", 1e9)
-    taken = [copying.acquire(choice("word")) for _ in range(20)]
-    numbers = [copy for _, copy in taken]
-    assert numbers[:12] == [0] * 4 + [1] * 4 + [2] * 4
-    assert [numbers.count(copy) for copy in range(3)] == [7, 7, 6]
-    matchers = [future.result(20) for future, _ in taken]
-    assert len({id(matcher) for matcher in matchers}) == 3
-    assert copying.compiles == 3
-    for copy in numbers:
-        copying.release(choice("word"), copy)
-    assert not copying._users
-    again, copy = copying.acquire(choice("word"))
-    assert (again.result(20), copy) == (matchers[0], 0)
-    assert copying.compiles == 3
-
-
-def test_a_grammar_that_takes_long_has_one_copy(copying: Compiler, monkeypatch: Any) -> None:
-    monkeypatch.setattr(compiler, "_CHEAP", 0.0)
-    taken = [copying.acquire(choice("word"))[0] for _ in range(9)]
-    assert len({id(future.result(20)) for future in taken}) == 1
-    assert copying.compiles == 1
-
-
-def test_copies_of_a_grammar_that_fails(copying: Compiler) -> None:
-    bad = StructuredOutputsParams(regex="(?=a)b")
-    for future, _ in [copying.acquire(bad) for _ in range(9)]:
-        with pytest.raises(GrammarError):
-            future.result(20)
 
 
 def test_a_grammar_in_use_is_found_when_others_have_displaced_it(tokenizer: Tokenizer) -> None:

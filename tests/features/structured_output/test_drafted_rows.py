@@ -3,8 +3,7 @@ are known."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,9 @@ from quire.arrays import Int32, int32
 from quire.config import SchedulerConfig
 from quire.engine.loop.core import EngineCore
 from quire.features.structured_output.feature import GrammarFeature
-from quire.features.structured_output.masks import MaskRow
+from quire.features.structured_output.mask_builders import MaskThread
+from quire.features.structured_output.masks import MaskBuilder, MaskRow
+from quire.input_memory import DEPTH, InputMemory, InputShape
 from quire.plan import DRAFT_IDS, DRAFT_START, KVGroup, RowFlag, StepPlan
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
@@ -38,43 +39,40 @@ class AnyText:
 
 class StubCompiler:
     vocab_size, tokenizer_vocab, eos_token_ids = 32, 32, (0,)
-    config = SimpleNamespace(timeout=10.0)
+    config, memory = SimpleNamespace(timeout=10.0), None
+    compiles, compile_seconds = 0, 0.0
 
-    def acquire(self, params: StructuredOutputsParams) -> tuple[Future[Any], int]:
-        done: Future[Any] = Future()
-        done.set_result(AnyText())
-        return done, 0
-
-    def release(self, params: StructuredOutputsParams, copy: int) -> None:
+    def warm_up(self) -> None:
         pass
 
-    def walk(self, params: StructuredOutputsParams) -> None:
+    def compile(self, params: StructuredOutputsParams) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(AnyText())
+        return done
+
+    def walk(self, params: StructuredOutputsParams, *, repeated: bool) -> None:
         return None
 
     def shutdown(self) -> None:
         pass
 
 
-class Recorder:
-    """Records the rows of built masks, in step order."""
+Built = list[tuple[int, int, list[int]]]
 
-    def __init__(self) -> None:
-        self.built: list[list[tuple[int, int, list[int]]]] = []
 
-    def build(
-        self, rows: Sequence[MaskRow], masks: Int32, vocab: int, entered: Callable[[], None]
-    ) -> None:
-        entered()
-        assert all(len(masks) >= row.line + row.lines for row in rows)
-        self.built.append(
-            [(row.state.position, row.lines, list(row.drafts)) for row in rows if row.state]
-        )
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Built:
+    """Records the rows of built masks, in order: position, lines, drafts."""
+    found: Built = []
 
-    def consume(self, rows: Sequence[MaskRow]) -> None:
-        pass
+    def build(builder: MaskBuilder, rows: Sequence[MaskRow], masks: Int32, vocab: int) -> None:
+        for row in rows:
+            assert len(masks) == row.lines
+            assert row.state is not None
+            found.append((row.state.position, row.lines, list(row.drafts)))
 
-    def settle(self, rows: Sequence[MaskRow]) -> None:
-        pass
+    monkeypatch.setattr(MaskBuilder, "build", build)
+    return found
 
 
 class Claims(Feature):
@@ -99,10 +97,9 @@ class Gated(FakeExecutor):
         group = KVGroup(layers=(0,), tokens_per_block=4)
         super().__init__([group], [80], logit_rows=40)
         self.plans: list[StepPlan] = []
-        self.ready: dict[int, set[int]] = {}
-        self.copies: dict[int, tuple[Int32, Int32]] = {}
+        shape = InputShape(4, 4, 1, 6, _WIDTH)
+        self.inputs = InputMemory(shape, np.zeros(shape.size, dtype=np.int8))
         self._ids, self._start = int32([[-1] * _WIDTH] * 4), int32([0] * 4)
-        self._more = threading.Condition()
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -110,30 +107,25 @@ class Gated(FakeExecutor):
             if column in plan.writes:
                 lanes, written = plan.writes[column]
                 values[lanes] = written
-        with self._more:
-            self.copies[plan.step_id] = self._ids.copy(), self._start.copy()
-            self._more.notify_all()
+        place = plan.step_id % DEPTH
+        self.inputs.claim_ids[place], self.inputs.claim_starts[place] = self._ids, self._start
+        self._say(1, plan)
         super().submit(plan)
 
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        with self._more:
-            if wait:
-                assert self._more.wait_for(lambda: step_id in self.copies, 20)
-            return self.copies.get(step_id)
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        with self._more:
-            self.ready.setdefault(step_id, set()).update(lanes.tolist())
-            self._more.notify_all()
+    def _say(self, kind: int, plan: StepPlan) -> None:
+        self.inputs.newest[kind] = plan.step_id + 1
+        self.inputs.on_arrival()
 
     def collect(self) -> Any:
         plan = self._queue[0]
-        if plan.gated:
-            with self._more:
-                lanes = set(plan.lanes[(plan.flags & RowFlag.GATED) != 0].tolist())
-                ready = self.ready.setdefault(plan.step_id, set())
-                assert self._more.wait_for(lambda: ready == lanes, 20)
-        return super().collect()
+        gated = plan.lanes[(plan.flags & RowFlag.GATED) != 0]
+        assert self.inputs.has(plan.step_id, gated, wait=True)
+        result = super().collect()
+        into = self.inputs.results[plan.step_id % DEPTH, : plan.num_rows]
+        into[:, 0], into[:, 1] = result.n_tokens, result.stop_reason
+        into[:, 2 : 2 + result.tokens.shape[1]] = result.tokens
+        self._say(0, plan)
+        return result
 
 
 def text_of(request: Request) -> list[int]:
@@ -141,10 +133,10 @@ def text_of(request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_each_draft_of_a_gated_row_has_a_mask(depth: int) -> None:
-    executor, recorder = Gated(), Recorder()
-    grammars = GrammarFeature(StubCompiler(), 4)  # type: ignore[arg-type]
-    grammars._masks = recorder  # type: ignore[assignment]
+def test_each_draft_of_a_gated_row_has_a_mask(built: Built, depth: int) -> None:
+    executor, compiler = Gated(), StubCompiler()
+    thread = MaskThread(compiler, device=False)  # type: ignore[arg-type]
+    grammars = GrammarFeature(thread, 4, compiler.vocab_size, compiler.eos_token_ids)
     scheduler = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, steps_in_flight=depth
     )
@@ -159,7 +151,8 @@ def test_each_draft_of_a_gated_row_has_a_mask(depth: int) -> None:
     assert gated.output.tolist() == text
     assert plain.output.tolist() == text_of(plain)
     assert core.take_failures() == []
-    lane = executor.plans[0].admits[0].lane
+    admits = [admit for plan in executor.plans for admit in plan.admits]
+    (lane,) = (admit.lane for admit in admits if admit.request_id == "gated/0")
     n_logits = [
         int(plan.n_logits[np.flatnonzero(plan.lanes == lane)[0]])
         for plan in executor.plans
@@ -167,8 +160,7 @@ def test_each_draft_of_a_gated_row_has_a_mask(depth: int) -> None:
     ]
     claim = [*text[:8], *[1] * (_WIDTH - 8)]
     positions = []
-    for (row,), lines in zip(recorder.built, n_logits, strict=True):
-        position, asked_lines, drafts = row
+    for (position, asked_lines, drafts), lines in zip(built, n_logits, strict=True):
         done = position - 6
         positions.append(done)
         assert asked_lines == lines

@@ -203,8 +203,8 @@ def test_masks_are_those_of_llguidance(compiler: Compiler) -> None:
             text = finder.text.after(with_finder.position)
             drafts = tuple(text[: draw.integers(0, 2)])
             for line, state in ((0, with_finder), (2, without)):
-                row = MaskRow(state, 1 + len(drafts), drafts, None, line)
-                builder.build([row], masks, compiler.tokenizer_vocab)
+                row = MaskRow(state, 1 + len(drafts), drafts)
+                builder.build([row], masks[line:], compiler.tokenizer_vocab)
             assert np.array_equal(masks[: 1 + len(drafts)], masks[2 : 3 + len(drafts)])
             allowed = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))
             forced += len(allowed) == 1

@@ -52,9 +52,9 @@ def run(llm: LLM, jobs: list[tuple[str, SamplingParams]], until: Any = None) -> 
     return [request.output.tolist() for request in requests]
 
 
-def slow_compiler(feature: GrammarFeature, monkeypatch: Any) -> threading.Event:
+def slow_compiler(feature: Any, monkeypatch: Any) -> threading.Event:
     """Returns a gate that grammars to come wait for."""
-    gate, compiler = threading.Event(), feature._compiler
+    gate, compiler = threading.Event(), feature._builders.compiler
     compile = compiler._compiled_now
 
     def compiling(key: bytes, params: StructuredOutputsParams) -> Any:
@@ -86,8 +86,7 @@ def test_a_prompt_runs_while_its_grammar_is_compiled(
     assert stats.compile_late_rows == before.compile_late_rows + 1
     assert stats.compiles == before.compiles + 1
     assert stats.compile_seconds > before.compile_seconds
-    assert not late._unbuilt
-    assert not late._copies
+    assert not late._masked
 
 
 def test_a_request_ends_while_its_grammar_is_compiled(
@@ -102,9 +101,8 @@ def test_a_request_ends_while_its_grammar_is_compiled(
 
     assert run(llm, jobs, leave)[0] == []
     gate.set()
-    assert not late._unbuilt
     assert not late._compiling
-    assert not late._copies
+    assert not late._masked
 
 
 def test_a_grammar_that_fails_after_the_prompt(

@@ -4,7 +4,9 @@ request ends with the tokens that it gives alone and in time."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from quire import LLM, SamplingParams
+from quire.arrays import Int32
 from quire.engine.loop.core import EngineCore
 from quire.features.speculation.verifier import Verifier
 from quire.features.structured_output.compiler import Cache
 from quire.features.structured_output.feature import GrammarFeature
+from quire.features.structured_output.mask_builders import MaskThread
+from quire.input_memory import InputMemory
 from quire.plan import StepPlan
 from quire.request import Request
 from quire.runner.hooks.mask import Mask
@@ -52,17 +57,53 @@ Job = tuple[str, SamplingParams]
 
 
 class Deadlines:
-    """Lets heads run before all their masks are there, at random."""
+    """Lets heads run before all their masks are there, at random: some masks are withheld until the
+    head has run, or waits for them."""
 
     def __init__(self) -> None:
         self.random = random.Random(0)
         self.share = 0.0
-        self._missing = Mask.inputs_missing
+        self._withheld: list[tuple[InputMemory, int, Int32]] = []
+        self._lock = threading.Lock()
+        self._missing, self._put = Mask.inputs_missing, InputMemory.put
+        self._built = GrammarFeature._built
 
-    def missing(self, hook: Mask, plan: StepPlan, *, wait: bool) -> bool:
-        if not self._missing(hook, plan, wait=False) or self.random.random() < self.share:
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(InputMemory, "put", self._as_method(self.put))
+        patch.setattr(
+            Mask, "inputs_missing", lambda hook, plan, wait: self.missing(hook, plan, wait)
+        )
+        patch.setattr(GrammarFeature, "_built", lambda feature, lane: self.built(feature, lane))
+
+    @staticmethod
+    def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: function(*args, **named)
+
+    def put(self, inputs: InputMemory, step_id: int, lanes: Int32) -> None:
+        with self._lock:
+            if self.random.random() < self.share:
+                self._withheld.append((inputs, step_id, lanes))
+                return
+        self._put(inputs, step_id, lanes)
+
+    def missing(self, hook: Mask, plan: StepPlan, wait: bool) -> bool:
+        if plan.gated and self.random.random() < self.share:
             return False
+        self._release()
+        while wait and self._missing(hook, plan, wait=False):
+            time.sleep(1e-4)
+            self._release()
         return self._missing(hook, plan, wait=wait)
+
+    def built(self, feature: GrammarFeature, lane: int) -> bool:
+        self._release()
+        return self._built(feature, lane)
+
+    def _release(self) -> None:
+        with self._lock:
+            withheld, self._withheld = self._withheld, []
+        for inputs, step_id, lanes in withheld:
+            self._put(inputs, step_id, lanes)
 
 
 DEADLINES = Deadlines()
@@ -75,11 +116,7 @@ def engines() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Nothing is measured, so drafts cost nothing, and there are many.
         patch.setattr(Verifier, "seconds", lambda hook, program, graphs: {})
-        patch.setattr(
-            Mask,
-            "inputs_missing",
-            lambda hook, plan, wait: DEADLINES.missing(hook, plan, wait=wait),
-        )
+        DEADLINES.patch(patch)
         yield
         while _llms:
             _llms.popitem()[1].shutdown()
@@ -116,8 +153,10 @@ def forget_grammars(llm: LLM) -> None:
     for feature in llm._core._loop_features:
         if isinstance(feature, GrammarFeature):
             feature._late_grammars = True
-            feature._checked.clear()
-            feature._compiler._compiled = Cache(feature._compiler.config.cached)
+            builders = feature._builders
+            assert isinstance(builders, MaskThread)
+            builders.worker._checked.clear()
+            builders.compiler._compiled = Cache(builders.compiler.config.cached)
 
 
 class LateMasks(RuleBasedStateMachine):
@@ -175,9 +214,9 @@ class LateMasks(RuleBasedStateMachine):
         for feature in self.core._loop_features:
             if isinstance(feature, GrammarFeature):
                 assert not feature._held
-                assert not feature._waiting
-                assert not feature._unbuilt
-                assert not feature._copies
+                assert not feature._planned
+                assert not feature._masked
+                assert not feature._by_key
 
 
 TestLateMasks = LateMasks.TestCase

@@ -108,8 +108,7 @@ def test_a_draft_beyond_the_limits_breaks_no_request(
     assert 1 < len(expected) < len(drafts)
     state = GrammarState(position=2)
     state.begin(grammar)
-    text = np.array([9, 9], dtype=np.int32)
-    found = build(small, MaskRow(state, 1 + len(drafts), drafts, text))
+    found = build(small, MaskRow(state, 1 + len(drafts), drafts, text=()))
     assert state.error is None
     assert (found[: len(expected)] == np.stack(expected)).all()
     assert (found[len(expected) :] == -1).all()

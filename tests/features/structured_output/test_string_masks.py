@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llguidance.numpy import fill_next_token_bitmask
 
 from quire.arrays import Int32
-from quire.features.structured_output.compiler import Compiler, CompilerConfig
+from quire.features.structured_output.compiler import Compiler, CompilerConfig, grammar_key
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
 from quire.features.structured_output.string_walk import UNBOUNDED, StringWalk, string_places
 from quire.sampling_params import StructuredOutputsParams
@@ -35,6 +35,10 @@ def walking(tokenizer: Tokenizer) -> Iterator[Compiler]:
     made.shutdown()
 
 
+_seen: set[bytes] = set()
+"""Grammars that have come."""
+
+
 class Walk:
     """A random request: checks its masks against llguidance's, and samples any allowed token."""
 
@@ -42,9 +46,10 @@ class Walk:
         self._compiler = compiler
         self._random = random.Random(seed)
         asked = StructuredOutputsParams(json=json.dumps(schema))
-        grammar = compiler.acquire(asked)[0].result()
+        grammar, key = compiler.compile(asked).result(), grammar_key(asked)
         self.state = GrammarState(position=0)
-        self.state.begin(grammar, compiler.walk(asked))
+        self.state.begin(grammar, compiler.walk(asked, repeated=key in _seen))
+        _seen.add(key)
         self.copy = grammar.deep_copy()
         self._builder = MaskBuilder(compiler.vocab_size)
         self._words = -(-compiler.vocab_size // 32)
@@ -84,7 +89,8 @@ class Walk:
         self._builder.build([row], masks, self._compiler.tokenizer_vocab)
         if strings is not None and strings.short and not drafts:
             self.put_together += strings.base is not None
-        self._builder.settle([row])
+        if strings is not None:
+            strings.settle()
         assert self.state.error is None
         assert (masks[0] == wanted[0]).all()
         return masks[0]

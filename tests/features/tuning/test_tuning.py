@@ -343,7 +343,7 @@ def test_the_engine_logs_missing_plans_and_their_measurement(
     )
     assert "2 of 2 products run by rules of thumb on Card X" in caplog.text
     tuning.before_submit()
-    tuning.after_update()
+    tuning.after_update(0)
     tuning.before_submit()
     _until(lambda: "2 Card X 1023 measured" in caplog.text)
     assert "ended (status" not in caplog.text
@@ -355,7 +355,7 @@ def test_a_measuring_process_that_dies_is_logged(
     tuning = engine("os.abort()")
     _until(lambda: "the process that measures plans ended (status -6)" in caplog.text)
     tuning.before_submit()
-    tuning.after_update()
+    tuning.after_update(0)
     tuning.close(None)
 
 

@@ -238,8 +238,6 @@ class EngineCore:
         scheduler, executor, features = self.scheduler, self._executor, self._loop_features
         self._poll(0.0)
         while scheduler.num_in_flight < self.config.scheduler.steps_in_flight:
-            if not all(feature.may_launch() for feature in features):
-                break
             begun = time.monotonic()
             plan = scheduler.plan()
             if plan is None:
@@ -259,7 +257,7 @@ class EngineCore:
         self._poll(0.0)  # a request whose masks have failed does not get the step's token
         progress = scheduler.update(result)
         for feature in features:
-            feature.after_update()
+            feature.after_update(progress.step_id)
         self.telemetry.read(progress, result.gpu_us, begun, collected)
         for place in progress.finished:
             self._forget_ended(progress.requests[place].request_id.rpartition("/")[0])

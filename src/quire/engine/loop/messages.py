@@ -138,18 +138,26 @@ class RequestRefused(msgspec.Struct, tag=True):
 
 
 class CompletionStart(msgspec.Struct, array_like=True):
-    """Data that is sent with a completion's first tokens. `queued`: seconds until its first
-    step."""
+    """Data that is sent with a completion's first tokens.
+
+    Attributes:
+        queued: seconds until its first step.
+        delays: `RequestTimes.delays` so far.
+    """
 
     handle: int
     num_cached_tokens: int
     queued: float = 0.0
+    delays: dict[str, float] = {}
 
 
 class CompletionEnd(msgspec.Struct, array_like=True):
+    """The end of a completion. delays: its `RequestTimes.delays`."""
+
     handle: int
     reason: str
     stop_token: int | None
+    delays: dict[str, float] = {}
 
 
 class StepOutputs(msgspec.Struct, tag=True):

@@ -25,6 +25,8 @@ class CompletionUpdate:
         prompt_token_ids, prompt_logprobs, num_cached_tokens: set in the request's first update.
         queued: seconds until the request's first step; set in the first update.
         versions: the versions of the weights that gave the tokens.
+        delays: the completion's `RequestTimes.delays` so far; set in its first and last update, but
+            empty in the last one if a stop string ends it.
     """
 
     index: int
@@ -38,6 +40,7 @@ class CompletionUpdate:
     num_cached_tokens: int = 0
     queued: float = 0.0
     versions: list[VersionRun] = field(default_factory=list)
+    delays: dict[str, float] = field(default_factory=dict)
 
 
 def cut_runs(runs: Sequence[VersionRun], tokens: int) -> list[VersionRun]:

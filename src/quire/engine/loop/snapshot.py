@@ -11,6 +11,7 @@ from quire.cache.inspect import summarize as summarize_blocks
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.stats import EngineStats
 from quire.request import Request, RequestStatus
+from quire.scheduler import Scheduler
 from quire.scheduler.inspect import StepSummary
 from quire.scheduler.inspect import summarize as summarize_requests
 
@@ -41,6 +42,7 @@ class Running(msgspec.Struct, array_like=True):
         since: time of its arrival, in seconds of the engine's clock.
         first: time of its first token, by the same clock.
         blocks: its blocks of the first KV group.
+        delays: seconds so far by cause; see `RequestTimes`.
     """
 
     id: str
@@ -54,16 +56,23 @@ class Running(msgspec.Struct, array_like=True):
     since: float
     first: float | None
     preemptions: int
+    delays: dict[str, float]
 
 
 class Waiting(msgspec.Struct, array_like=True):
-    """A request without a lane. parked: it waits for a feature, not for a free lane or block."""
+    """A request without a lane.
+
+    Attributes:
+        parked: whether it waits for something else than a free lane or block.
+        cause: what it waits for; see `RequestTimes.phase`.
+    """
 
     id: str
     tokens: int
     since: float
     parked: bool
     preemptions: int
+    cause: str
 
 
 class Row(msgspec.Struct, array_like=True):
@@ -138,7 +147,7 @@ def take_snapshot(core: EngineCore, tokens: bool) -> Snapshot:
             Pool(p.window, p.num_blocks, p.per_cell, p.owner, p.holders, p.filled)
             for p in blocks.pools
         ],
-        running=[_running(request, held) for request, held in requests.running],
+        running=[_running(core.scheduler, request, held) for request, held in requests.running],
         waiting=[_waiting(request) for request in requests.waiting],
         step=_step(requests.step),
         prompt_step=_step(requests.prompt_step),
@@ -151,7 +160,8 @@ def take_snapshot(core: EngineCore, tokens: bool) -> Snapshot:
     )
 
 
-def _running(request: Request, blocks: int) -> Running:
+def _running(scheduler: Scheduler, request: Request, blocks: int) -> Running:
+    scheduler.delays.settle(request)
     times = request.times
     return Running(
         _name(request),
@@ -165,6 +175,7 @@ def _running(request: Request, blocks: int) -> Running:
         times.arrival,
         times.first_token,
         request.num_preemptions,
+        times.delays,
     )
 
 
@@ -175,6 +186,7 @@ def _waiting(request: Request) -> Waiting:
         request.arrival,
         request.status is RequestStatus.PARKED,
         request.num_preemptions,
+        request.times.phase,
     )
 
 

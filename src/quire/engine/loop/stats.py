@@ -37,6 +37,7 @@ class CoreStats(msgspec.Struct):
         copied_blocks: Blocks copied because they are shared only in part.
         swapped: Preemptions after which a feature restores the blocks.
         late_rows: Rows that missed a step because their masks came late.
+        delay_seconds: Seconds of all requests, by what they went to; see `DelayClock`.
         prompt_tokens: Prompt tokens of accepted requests.
         generation_tokens: Generated tokens read from the device.
         broken_logits: Completions that ended because their logits were not numbers.
@@ -58,6 +59,7 @@ class CoreStats(msgspec.Struct):
     preemptions: int = 0
     swapped: int = 0
     late_rows: int = 0
+    delay_seconds: dict[str, float] = {}
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

@@ -311,7 +311,9 @@ class StepTrace:
             return
         request = track.request
         reason = str(request.finish_reason or "error")
-        args = {"output_tokens": request.num_output_tokens, "finish_reason": reason}
+        delays = {cause: round(1e6 * seconds) for cause, seconds in request.times.delays.items()}
+        args: Event = {"output_tokens": request.num_output_tokens, "finish_reason": reason}
+        args["delays_us"] = delays
         self._move(track, "ended", now, args)
 
     def _move(

@@ -255,6 +255,7 @@ class EngineClient:
                 update = reader.feed(
                     delta.tokens, delta.logprobs, delta.reason, delta.stop_token, delta.versions
                 )
+                update.delays = delta.delays
                 if first:
                     first = False
                     update.prompt_token_ids = prompt

@@ -150,12 +150,14 @@ class CompletionTable:
 
     def _start(self, request: Request, handle: int) -> CompletionStart:
         self._by_id[request.request_id].reported = True
-        return CompletionStart(handle, request.num_cached_tokens, request.times.queued)
+        times = request.times
+        return CompletionStart(handle, request.num_cached_tokens, times.queued, times.delays)
 
     def _ended(self, progress: StepProgress, place: int) -> CompletionEnd:
         one = progress[place]
         handle = int(self._handles[progress.lanes[place]])
-        return CompletionEnd(handle, str(one.request.finish_reason or "error"), one.stop_token)
+        reason = str(one.request.finish_reason or "error")
+        return CompletionEnd(handle, reason, one.stop_token, one.request.times.delays)
 
 
 def _extras(progress: StepProgress) -> dict[str, list[tuple[int, Any]]]:

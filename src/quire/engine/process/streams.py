@@ -40,6 +40,7 @@ class TokenDelta:
         stop_token: the stop token that ended it.
         num_cached_tokens: prompt tokens from the prefix cache, with the first tokens only.
         queued: seconds until the request's first step, with the first tokens only.
+        delays: see `RequestTimes`; with the first tokens and at the end only.
         pooled: float32 [hidden size], for a request for an embedding.
         versions: versions of the weights that gave the tokens; empty for version 0.
     """
@@ -50,6 +51,7 @@ class TokenDelta:
     stop_token: int | None = None
     num_cached_tokens: int = 0
     queued: float = 0.0
+    delays: dict[str, float] = field(default_factory=dict)
     pooled: Float32 | None = None
     versions: list[VersionRun] = field(default_factory=list)
 
@@ -158,9 +160,11 @@ class StreamRouter:
         for start in message.starts:
             if (delta := self._delta(start.handle)) is not None:
                 delta.num_cached_tokens, delta.queued = start.num_cached_tokens, start.queued
+                delta.delays = start.delays
         for end in message.ends:
             if (delta := self._delta(end.handle)) is not None:
                 delta.reason, delta.stop_token = end.reason, end.stop_token
+                delta.delays = end.delays
 
     def _delta(self, handle: int) -> TokenDelta | None:
         found = self._streams.get(handle)

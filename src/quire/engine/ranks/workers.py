@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.loop.stats import RankStats
 from quire.engine.processes import MEMORY, PREFIX, remove_stale, take_ownership
@@ -36,6 +35,7 @@ from quire.engine.ranks.shared_memory import FlightRecorder, share
 from quire.errors import EngineDeadError
 from quire.executor import Answered, Asked, Capacity, Executor, OnProgress, WorkerCall
 from quire.features.loop_feature import Failure, LoopFeature
+from quire.input_memory import InputMemory
 from quire.parallel.torch_group import abort_group, check_no_group, leave_group
 from quire.plan import StepPlan, StepResult
 from quire.runner import Hook
@@ -208,14 +208,8 @@ class WorkerExecutor:
             self._launched.append(plan.step_id)
             self.local.submit(plan)
 
-    def input_lines(self) -> Int32:
-        return self.local.input_lines()
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        return self.local.claimed(step_id, wait=wait)
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        self.local.submit_inputs(step_id, lanes)
+    def host_inputs(self) -> InputMemory:
+        return self.local.host_inputs()
 
     def collect(self) -> StepResult:
         with self._watched.waiting():

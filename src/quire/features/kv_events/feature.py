@@ -104,7 +104,7 @@ class KVEventFeature(Feature, LoopFeature):
                 request = by_lane[admit.lane]
                 self._announce(request, admit.tokens[: admit.prompt_len])
 
-    def after_update(self) -> None:
+    def after_update(self, step_id: int) -> None:
         self.rate.ended(time.monotonic())
 
     def evict(self, blocks: Sequence[Evicted]) -> None:

@@ -107,6 +107,8 @@ class _ParkedRequests:
 class AdapterFeature(Feature, LoopFeature):
     """Binds requests to adapters. Belongs to the engine's thread, like the scheduler."""
 
+    waits_for = "adapter"
+
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._registry = Registry(config.args.lora_dir)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from quire.config import COUNT, SIZE, CoreArgs, FeatureArgs, Limit, setting
 from quire.errors import ConfigError
 
+MOST_PROCESSES = 64
+_MOST_BY_DEFAULT = 8
 _SUBJECT = "API"
 _TIMEOUT = Limit(lambda seconds: 0.0 < seconds <= 3600.0, "in (0, 3600]")
 
@@ -27,9 +30,16 @@ class StructuredOutputArgs(FeatureArgs):
     )
     structured_outputs_wait_us: float = setting(
         100.0,
-        "Microseconds that a step waits for late masks, for each row without one. Rows whose masks "
-        "are later still sit the step out.",
+        "Microseconds that a step waits for late masks: for each row without one, but only once if "
+        "other rows need none. Rows whose masks are later still sit the step out.",
         limit=Limit(lambda us: 0.0 <= us <= 1e6, "in [0, 1000000]"),
+        subject=_SUBJECT,
+    )
+    structured_outputs_processes: int | None = setting(
+        None,
+        "Processes that build masks, each on one core; 0: a thread of the engine. Default: half of "
+        "the cores, at most 8; 0 on a CPU.",
+        limit=Limit(lambda count: 0 <= count <= MOST_PROCESSES, f"from 0 to {MOST_PROCESSES}"),
         subject=_SUBJECT,
     )
     structured_outputs_memory_mb: float = setting(
@@ -51,3 +61,13 @@ class StructuredOutputArgs(FeatureArgs):
                 f"--pipeline-parallel-size {stages}; leave it out, or make it 0",
                 "structured_outputs_drafts",
             )
+
+
+def mask_processes(args: StructuredOutputArgs, device: str) -> int:
+    """Returns the number of processes that build masks for an engine."""
+    if args.structured_outputs_processes is not None:
+        return args.structured_outputs_processes
+    if device == "cpu":
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(_MOST_BY_DEFAULT, (cores or 2) // 2))

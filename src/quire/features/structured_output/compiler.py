@@ -8,10 +8,9 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -42,10 +41,6 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _KEPT_VERDICTS = 1024
-_ROWS_A_COPY = 4
-"""Requests that share a compiled copy of a grammar before there is another one."""
-_CHEAP = 0.05
-"""Seconds of CPU. A grammar that took longer is not compiled again."""
 _MOST_GIVEN_UP = 8
 """Grammars that took too long and still run, from which on no more threads are added."""
 
@@ -67,9 +62,8 @@ class CompilerConfig:
 
     Attributes:
         timeout: Seconds for one grammar, waiting included.
-        cached: Compiled grammars to keep, all copies counted.
+        cached: Compiled grammars to keep.
         threads: Number of grammars that are compiled at once.
-        copies: Most copies of one grammar.
         walks: Whether `walk` is called.
         memory_bytes: Bytes of masks to keep for grammars that come again.
     """
@@ -77,13 +71,8 @@ class CompilerConfig:
     timeout: float = 5.0
     cached: int = 128
     threads: int = max(2, min(8, (os.cpu_count() or 2) // 2))
-    copies: int = 1
     walks: bool = False
     memory_bytes: int = 0
-
-
-_Key = tuple[bytes, int]
-"""A grammar's hash and the number of a copy."""
 
 
 class Cache(Generic[K, V]):
@@ -104,6 +93,9 @@ class Cache(Generic[K, V]):
         self._values.move_to_end(key)
         while len(self._values) > self._size:
             self._values.popitem(last=False)
+
+    def values(self) -> Iterable[V]:
+        return self._values.values()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -137,7 +129,7 @@ class Compiler:
         eos_token_ids: what a grammar allows where the text may end.
 
     Attributes:
-        compiles: Number of grammars compiled, copies included.
+        compiles: Number of grammars compiled.
         compile_seconds: Seconds of CPU that threads spent on them.
     """
 
@@ -155,12 +147,9 @@ class Compiler:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
-        self._compiled: Cache[_Key, Future[LLMatcher]] = Cache(self.config.cached)
-        self._alive: WeakValueDictionary[_Key, Future[LLMatcher]] = WeakValueDictionary()
+        self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
+        self._alive: WeakValueDictionary[bytes, Future[LLMatcher]] = WeakValueDictionary()
         """All that somebody holds. A grammar in use is found when others have displaced it."""
-        self._seconds: Cache[bytes, float] = Cache(self.config.cached)
-        self._users: dict[bytes, list[int]] = {}
-        """Number of requests that use each copy of a grammar."""
         self._places: Cache[bytes, StringPlaces] = Cache(self.config.cached)
         # A thread of its own: it waits for the tokenizer, and grammars must not wait for it.
         self._table_pool = ThreadPoolExecutor(1, thread_name_prefix="string tables")
@@ -168,8 +157,6 @@ class Compiler:
         self._jobs: dict[bytes, _Compilation] = {}
         self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
         self.memory = MaskMemory(self.config.memory_bytes) if self.config.memory_bytes else None
-        self._seen: Cache[bytes, int] = Cache(_KEPT_VERDICTS)
-        """Number of requests by grammar."""
         self.compiles = 0
         self.compile_seconds = 0.0
 
@@ -180,6 +167,18 @@ class Compiler:
                 self._tokenizer = self._pool.submit(self._build_tokenizer)
                 if self.config.walks:
                     self._tables = self._table_pool.submit(_string_tables, self._tokenizer)
+
+    def load(self) -> None:
+        """Builds what all grammars share, on this thread: processes that fork then share it."""
+        self._tokenizer, self._tables = Future(), Future()
+        try:
+            tokenizer = self._build_tokenizer()
+            self._tokenizer.set_result(tokenizer)
+            self._tables.set_result(StringTables(tokenizer))
+        except Exception as error:
+            for future in (self._tokenizer, self._tables):
+                if not future.done():
+                    future.set_exception(error)
 
     def _build_tokenizer(self) -> LLTokenizer:
         if not self.eos_token_ids:
@@ -228,7 +227,7 @@ class Compiler:
 
         Who does not wait for it says so by `forget`.
         """
-        key, verdict = _key(params), Future[None]()
+        key, verdict = grammar_key(params), Future[None]()
 
         def judge(done: Future[LLMatcher]) -> None:
             if done.cancelled():
@@ -255,7 +254,7 @@ class Compiler:
         """
         limit = self.config.timeout
         with self._lock:
-            job = self._jobs.get(_key(params))
+            job = self._jobs.get(grammar_key(params))
             began = None if job is None else job.began
             self._give_up()
         if began is not None and time.monotonic() - began >= limit / 2:
@@ -293,9 +292,9 @@ class Compiler:
         so by `forget`.
         """
         self.warm_up()
-        key = _key(params)
+        key = grammar_key(params)
         with self._lock:
-            found = self._find((key, 0))
+            found = self._find(key)
             if found is not None:
                 return found
             job = self._jobs.get(key)
@@ -307,77 +306,13 @@ class Compiler:
             job.waiters += 1
             return job.future
 
-    def acquire(self, params: StructuredOutputsParams) -> tuple[Future[LLMatcher], int]:
-        """Returns the copy of a grammar with the fewest requests, and its number, for `release`.
-
-        Masks of one copy are built one after the other, because its matchers share the states of
-        their lexer under a lock. So requests that run at the same time use several copies. See
-        `compile` for the future.
-        """
-        key = _key(params)
-        first = self.compile(params)
-        with self._lock:
-            self._seen.put(key, (self._seen.get(key) or 0) + 1)
-            users = self._users.setdefault(key, [0])
-            copy = min(range(len(users)), key=users.__getitem__)
-            if users[copy] >= _ROWS_A_COPY and len(users) < self.config.copies:
-                copy = len(users)
-                users.append(0)
-            users[copy] += 1
-        if not copy:
-            return first, copy
-        future = Future[LLMatcher]()
-        first.add_done_callback(partial(self._copy_of, params, copy, future))
-        return future, copy
-
-    def release(self, params: StructuredOutputsParams, copy: int) -> None:
-        """Notes that a request has ended that `acquire` gave a copy to."""
-        key = _key(params)
-        with self._lock:
-            users = self._users[key]
-            users[copy] -= 1
-            if not any(users):
-                del self._users[key]
-
-    def _copy_of(
-        self,
-        params: StructuredOutputsParams,
-        copy: int,
-        future: Future[LLMatcher],
-        first: Future[LLMatcher],
-    ) -> None:
-        """Resolves `future` with a copy of a grammar whose first copy is done."""
-        key = _key(params), copy
-        if first.cancelled() or first.exception() is not None:
-            _follow(future, first)
-            return
-        with self._lock:
-            found = self._find(key)
-            if found is None and (self._seconds.get(key[0]) or 0.0) > _CHEAP:
-                found = first
-            if found is None:
-                try:
-                    found = self._pool.submit(self._compile_copy, params)
-                except RuntimeError:  # the engine ends
-                    found = first
-                else:
-                    self._keep(key, found)
-        found.add_done_callback(partial(_follow, future))
-
-    def _find(self, key: _Key) -> Future[LLMatcher] | None:
-        """Returns a compiled copy, if it is kept or in use. The caller holds the lock."""
+    def _find(self, key: bytes) -> Future[LLMatcher] | None:
+        """Returns a compiled grammar, if it is kept or in use. The caller holds the lock."""
         return self._compiled.get(key) or self._alive.get(key)
 
-    def _keep(self, key: _Key, compiled: Future[LLMatcher]) -> None:
+    def _keep(self, key: bytes, compiled: Future[LLMatcher]) -> None:
         self._compiled.put(key, compiled)
         self._alive[key] = compiled
-
-    def _compile_copy(self, params: StructuredOutputsParams) -> LLMatcher:
-        began = time.thread_time()
-        try:
-            return self._compiled_now(_key(params), params)
-        finally:
-            self._count(time.thread_time() - began)
 
     def _count(self, seconds: float) -> None:
         with self._lock:
@@ -386,7 +321,7 @@ class Compiler:
 
     def forget(self, params: StructuredOutputsParams) -> None:
         """Notes that one request has stopped waiting for a grammar."""
-        key = _key(params)
+        key = grammar_key(params)
         with self._lock:
             job = self._jobs.get(key)
             if job is None:
@@ -418,8 +353,7 @@ class Compiler:
             with self._lock:
                 del self._jobs[key]
                 if kept:
-                    self._keep((key, 0), job.future)
-                    self._seconds.put(key, seconds)
+                    self._keep(key, job.future)
 
     def _compiled_now(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
         if self._tokenizer is None:
@@ -439,22 +373,22 @@ class Compiler:
                 self._places.put(key, places)
         return matcher
 
-    def walk(self, params: StructuredOutputsParams) -> StringWalk | None:
+    def walk(self, params: StructuredOutputsParams, *, repeated: bool = False) -> StringWalk | None:
         """Returns what follows the strings of a document of a compiled grammar, from its start;
         None while tables are being made.
 
-        Masks are remembered from a grammar's second request on: most grammars come once.
+        Args:
+            repeated: Whether masks are remembered. Most grammars come once.
         """
-        key = _key(params)
+        key = grammar_key(params)
         with self._lock:
             places, made = self._places.get(key), self._tables
-            again = (self._seen.get(key) or 0) > 1
         if places is None or made is None or not made.done() or made.exception() is not None:
             return None
         tables = made.result()
         if not tables.usable:
             return None
-        if self.memory is None or not again:
+        if self.memory is None or not repeated:
             return StringWalk(places, tables)
         return StringWalk(places, tables, self.memory, self.memory.root(key))
 
@@ -468,51 +402,77 @@ def _string_tables(tokenizer: Future[LLTokenizer]) -> StringTables:
     return StringTables(tokenizer.result())
 
 
-def build_compiler(
-    config: EngineConfig, *, cached: int | None = None, copies: int = 1, walks: bool = False
-) -> Compiler:
-    """Returns a compiler for the model's vocabulary, which begins with what all grammars share.
+class CompilerSetup(msgspec.Struct, frozen=True):
+    """The tokenizer and the limits of a compiler.
+
+    Attributes:
+        folder: The folder of the tokenizer.
+        vocab_size: See `Compiler`.
+        eos_token_ids: See `Compiler`.
+        config: Its limits.
+    """
+
+    folder: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    config: CompilerConfig
+
+    def open(self) -> Compiler:
+        folder = Path(self.folder)
+        return Compiler(
+            lambda: tokenizer_files(folder)[0], self.vocab_size, self.eos_token_ids, self.config
+        )
+
+
+def compiler_setup(
+    config: EngineConfig, *, cached: int | None = None, walks: bool = False, parts: int = 1
+) -> CompilerSetup:
+    """Returns how a compiler for the model's vocabulary is made.
 
     Args:
         cached: Compiled grammars to keep, instead of the setting.
-        copies: Most copies of one grammar.
         walks: Whether `Compiler.walk` is called.
+        parts: Number of compilers that share the memory of masks.
 
     Raises:
         ConfigError: the engine has no tokenizer.
     """
     if config.tokenizer_path is None:
         raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
-    folder = Path(config.tokenizer_path)
     limits = CompilerConfig(
         timeout=config.args.structured_outputs_timeout,
         cached=cached or config.args.structured_outputs_cache,
-        copies=copies,
         walks=walks,
-        memory_bytes=int(1e6 * config.args.structured_outputs_memory_mb) if walks else 0,
+        memory_bytes=int(1e6 * config.args.structured_outputs_memory_mb / parts) if walks else 0,
     )
-    compiler = Compiler(
-        lambda: tokenizer_files(folder)[0], config.vocab_size, config.eos_token_ids, limits
-    )
+    eos = tuple(config.eos_token_ids)
+    return CompilerSetup(str(config.tokenizer_path), config.vocab_size, eos, limits)
+
+
+def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
+    """Returns a compiler for the model's vocabulary, which begins with what all grammars share.
+
+    Args:
+        cached: Compiled grammars to keep, instead of the setting.
+
+    Raises:
+        ConfigError: the engine has no tokenizer.
+    """
+    compiler = compiler_setup(config, cached=cached).open()
     compiler.warm_up()
     return compiler
 
 
-def _key(params: StructuredOutputsParams) -> bytes:
+def grammar_key(params: StructuredOutputsParams) -> bytes:
+    """Returns what names a grammar.
+
+    Raises:
+        GrammarError: it holds what is no text.
+    """
     try:
         return hashlib.blake2b(msgspec.msgpack.encode(params), digest_size=32).digest()
     except UnicodeEncodeError:
         raise GrammarError("It holds half of a surrogate pair, which is no character.") from None
-
-
-def _follow(future: Future[LLMatcher], source: Future[LLMatcher]) -> None:
-    """Gives `future` the result of `source`, which is done."""
-    if source.cancelled():
-        future.cancel()
-    elif (error := source.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(source.result())
 
 
 def _resolve(verdict: Future[None], error: BaseException | None) -> None:

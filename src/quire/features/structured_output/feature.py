@@ -1,39 +1,44 @@
-"""The drafts that a claim gives to a row, as the device finds them."""
+"""Requests with a grammar: the scheduler's part, and the engine loop's."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher
 
 from quire.arrays import Int32, int32
 from quire.config import EngineConfig
-from quire.errors import GrammarError, QuireError, RequestError
+from quire.errors import QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import Failure, LoopFeature
-from quire.features.structured_output.args import StructuredOutputArgs
-from quire.features.structured_output.compiler import Compiler, build_compiler
-from quire.features.structured_output.forced_text import (
-    DraftCosts,
-    ForcedText,
-    ForcedTextFinder,
+from quire.features.structured_output.args import StructuredOutputArgs, mask_processes
+from quire.features.structured_output.compiler import Cache, compiler_setup, grammar_key
+from quire.features.structured_output.forced_text import NO_TEXT, DraftCosts, ForcedText
+from quire.features.structured_output.mask_builders import (
+    MaskBuilders,
+    MaskProcesses,
+    MaskThread,
 )
-from quire.features.structured_output.mask_thread import MaskThread
-from quire.features.structured_output.masks import (
-    GrammarState,
-    MaskBuilder,
-    MaskRow,
-    mask_threads,
+from quire.features.structured_output.messages import (
+    CheckGrammar,
+    Close,
+    Compiled,
+    Enter,
+    Forced,
+    FromMasks,
+    GatedRow,
+    Leave,
+    MaskFailure,
+    MaskParams,
+    MaskStats,
+    Open,
+    Rows,
+    Stats,
 )
 from quire.features.structured_output.stats import GrammarStats
 from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
@@ -42,76 +47,12 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams, Token
 from quire.scheduler import Feature, PlanBuilder
 from quire.scheduler.lanes import Flags
 
-
-def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
-    """Returns the draft tokens that a claim gives to a row, int32 [at most `most`].
-
-    ids: int32 [W], the claimed tokens from position `start` on, padded with -1. tokens: int32
-    [known], the tokens that the row knows.
-    """
-    covered = len(tokens) - start
-    if start < 0 or not 0 <= covered <= len(ids) or (ids[:covered] != tokens[start:]).any():
-        return int32([])
-    drafts = ids[covered:][: max(most, 0)]
-    ends = np.flatnonzero(drafts < 0)
-    return drafts[: ends[0]] if len(ends) else drafts
-
-
-# Requests with a grammar: the scheduler's part and the engine loop's.
-
 _FOREVER = 2**31 - 1
-_HANDOVER = 0.002
-"""Seconds at most that the engine's thread lets the one that builds masks go first."""
-
-
-_NO_MASKS = MaskRow(None)
-
-
-@dataclass(slots=True)
-class _GatedRow:
-    """A row that waits for masks.
-
-    Attributes:
-        known: Tokens that must be known, of a PROMPT row.
-        q_len: Positions of a generating row, else 0.
-        masks: What is built for it, once its tokens are known.
-        built: Whether its masks are written.
-    """
-
-    request: Request
-    lane: int
-    lane_epoch: int
-    known: int
-    q_len: int
-    masks: MaskRow = _NO_MASKS
-    built: bool = False
-
-    @property
-    def alive(self) -> bool:
-        """Whether the row may still give a token: its request runs, and no row before is late."""
-        return self.request.lane == self.lane and self.request.lane_epoch == self.lane_epoch
-
-    @property
-    def ready(self) -> bool:
-        """Whether all tokens before the row are known."""
-        if not self.alive:
-            return True
-        if self.q_len:
-            # No earlier row of it is in flight.
-            return self.request.planned - self.request.computed <= self.q_len
-        return self.request.known >= self.known
-
-    @property
-    def lines(self) -> int:
-        return max(self.q_len, 1)
-
-
-@dataclass(slots=True)
-class _GatedStep:
-    """A step whose gated rows wait for masks."""
-
-    step_id: int
-    rows: list[_GatedRow]
+_KNOWN_GRAMMARS = 4096
+"""Grammars of which is kept who has compiled them."""
+_HELD_SECONDS = 2e-4
+"""Seconds between two looks at whether late masks are there."""
+_CHECK_SECONDS = 0.1
 
 
 class NoGrammars(Feature, LoopFeature):
@@ -135,79 +76,173 @@ def open_grammars(config: EngineConfig) -> LoopFeature:
     """Returns the feature for an engine, which without a tokenizer has no grammars."""
     if config.tokenizer_path is None:
         return NoGrammars()
-    compiler = build_compiler(config, copies=mask_threads(), walks=True)
+    args = StructuredOutputArgs.of(config.args)
+    count = mask_processes(args, config.device)
+    setup = compiler_setup(config, walks=True, parts=max(1, count))
+    builders: MaskBuilders
+    if count:
+        builders = MaskProcesses(setup, count)
+    else:
+        builders = MaskThread(setup.open(), device=config.device != "cpu")
     # Op by op, a step's head cannot run before all its masks are there.
     late = config.device != "cpu" and not config.eager
-    forced = bool(StructuredOutputArgs.of(config.args).structured_outputs_drafts)
     return GrammarFeature(
-        compiler, config.scheduler.max_num_seqs, late_grammars=late, forced_drafts=forced
+        builders,
+        config.scheduler.max_num_seqs,
+        config.vocab_size,
+        config.eos_token_ids,
+        late_grammars=late,
+        forced_drafts=bool(args.structured_outputs_drafts),
     )
+
+
+class _LateRow(NamedTuple):
+    """A row that was late, and its step."""
+
+    step_id: int
+    row: GatedRow
+
+
+@dataclass(slots=True, eq=False)
+class _MaskedRequest:
+    """A request with masks.
+
+    Attributes:
+        key: Its number.
+        builder: Number of the builder of its masks.
+        turn: See `Enter`.
+        lane: Its lane, or -1.
+        last: The last step with a row of it.
+        late: Its last row, if that was late and it has not gone on.
+        forced: Text that its grammar forces.
+    """
+
+    request: Request
+    key: int
+    builder: int
+    turn: int = 0
+    lane: int = -1
+    last: int = -1
+    late: _LateRow | None = None
+    forced: ForcedText = NO_TEXT
+
+
+@dataclass(slots=True)
+class _BuilderLoad:
+    """A builder's part of the work.
+
+    Attributes:
+        requests: Its requests, by key.
+        stats: Its counts.
+        checks: Grammars that it checks.
+    """
+
+    requests: dict[int, _MaskedRequest] = field(default_factory=dict)
+    stats: MaskStats = field(default_factory=MaskStats)
+    checks: int = 0
 
 
 class GrammarFeature(Feature, LoopFeature):
     """Belongs to the engine's thread, like the scheduler that calls it.
 
+    It says to the builders which rows were planned. They read the tokens before these rows where
+    the device writes them, and set the rows' flags.
+
     Args:
+        eos_token_ids: What a grammar allows where the text may end.
         late_grammars: Whether a request runs its prompt while its grammar is compiled. Else it
             waits for the grammar.
         forced_drafts: Whether rows verify tokens that their grammars force.
     """
 
+    waits_for = "grammar"
+
     def __init__(
         self,
-        compiler: Compiler,
+        builders: MaskBuilders,
         num_lanes: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
         *,
         late_grammars: bool = False,
         forced_drafts: bool = False,
     ) -> None:
-        self._compiler = compiler
-        self._masks = MaskBuilder(compiler.vocab_size)
-        self._thread = MaskThread()
-        self._states: dict[str, GrammarState] = {}
+        self._builders = builders
+        self._loads = [_BuilderLoad() for _ in range(builders.count)]
+        self._vocab_size, self._eos = vocab_size, tuple(eos_token_ids)
+        self._keys = 0
+        self._masked: dict[str, _MaskedRequest] = {}
         """By request id."""
+        self._by_key: dict[int, _MaskedRequest] = {}
+        self._lanes: list[_MaskedRequest | None] = [None] * num_lanes
         self._gated = np.zeros(num_lanes, dtype=bool)
-        self._waiting: deque[_GatedStep] = deque()
-        self._current: list[_GatedRow | None] = [None] * num_lanes
-        """By lane, the last row whose masks were begun."""
+        self._turns = [0] * num_lanes
+        self._planned: deque[Rows] = deque()
+        """The rows of steps in flight, oldest first."""
         self._drafts = 0
         self._forced_drafts = forced_drafts
         self._claims: dict[int, ForcedText] = {}
         """By lane, what the rows of the next step are to verify."""
         self._held: set[int] = set()
         """Lanes whose last rows were late, and that have not gone on."""
-        self._compiling: dict[str, tuple[Request, float]] = {}
-        """Requests whose grammars are not compiled, and moments at which that takes too long."""
+        self._compiling: set[str] = set()
+        """Requests whose grammars are not compiled."""
         self._late_grammars = late_grammars
-        self._copies: dict[str, tuple[Future[LLMatcher], int]] = {}
-        """By request id, the copy of its grammar."""
-        self._unbuilt: dict[str, _GatedStep] = {}
-        """By request id, a row whose masks are built once its grammar is compiled."""
-        self._unbuilt_lock = threading.Lock()
-        self._checked: list[Future[LLMatcher]] = []
+        self._homes: Cache[bytes, set[int]] = Cache(_KNOWN_GRAMMARS)
+        """By grammar, the builders that have compiled it."""
+        self._repeated: Cache[bytes, bool] = Cache(_KNOWN_GRAMMARS)
+        """Grammars of requests that have come."""
+        self._checks: dict[int, int] = {}
+        """By key, the builder that checks a grammar."""
+        self._verdicts: dict[int, QuireError | None] = {}
+        self._batches = 0
         self._compile_late_rows = 0
-        self._done: deque[tuple[str, GrammarState, GrammarError | None]] = deque()
-        self._news = threading.Event()
-        self._broken: deque[tuple[_GatedRow, GrammarError]] = deque()
-        self._closed = False
-        self._executor: Executor
+        self._ready: list[str] = []
+        self._failed: list[tuple[_MaskedRequest, MaskFailure]] = []
+        self._turns_given: dict[tuple[int, int], _MaskedRequest] = {}
+        """By lane and turn, the requests that have it or have had it not long ago."""
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
-        self._executor = executor
+        self._inputs = executor.host_inputs()
         self._drafts = capacity.drafts
         self._costs = DraftCosts(capacity.step_seconds)
+        self._builders.start(self._inputs, self._let_go)
         return self
 
     def check(self, params: Sequence[SamplingParams]) -> None:
         """Waits until the grammars are compiled, beside each other."""
         asked = [p.structured_outputs for p in params if p.structured_outputs is not None]
-        self._checked = []
-        for one in asked:
-            with contextlib.suppress(RequestError):
-                # Held until the requests are admitted, however many there are.
-                self._checked.append(self._compiler.compile(one))
-        for one in asked:
-            self._compiler.check(one)
+        self._batches += 1
+        keys = [self._check(each) for each in {grammar_key(one): one for one in asked}.values()]
+        while not self._verdicts.keys() >= set(keys):
+            self._receive(_CHECK_SECONDS)
+        verdicts = [self._verdicts.pop(key) for key in keys]
+        for error in verdicts:
+            if error is not None:
+                raise error
+
+    def _check(self, grammar: StructuredOutputsParams) -> int:
+        """Asks a builder whether a grammar can be compiled. Returns the number of the answer."""
+        builder = self._place(grammar_key(grammar))
+        self._loads[builder].checks += 1
+        self._keys += 1
+        self._builders.send(builder, CheckGrammar(self._keys, self._batches, grammar))
+        self._checks[self._keys] = builder
+        return self._keys
+
+    def _place(self, grammar: bytes | None) -> int:
+        """Returns the builder with the least work; of several, one that knows the grammar."""
+        work = [len(load.requests) + load.checks for load in self._loads]
+        least = [builder for builder, count in enumerate(work) if count == min(work)]
+        if grammar is None:
+            return least[0]
+        homes = self._homes.get(grammar)
+        if homes is None:
+            homes = set()
+            self._homes.put(grammar, homes)
+        builder = next((each for each in least if each in homes), least[0])
+        homes.add(builder)
+        return builder
 
     # -- the scheduler's part ------------------------------------------------------------------
 
@@ -215,55 +250,44 @@ class GrammarFeature(Feature, LoopFeature):
         asked, params = request.params.structured_outputs, request.params
         if not params.masked:
             return None
-        forced = self.proposes_drafts and params.speculative != "off"
-        finder = ForcedTextFinder() if forced else None
-        state = GrammarState(position=request.prompt_len, forced=finder)
         try:
             if params.allowed_token_ids or params.bad_token_ids:
-                state.rules = TokenRules(
-                    params.allowed_token_ids, params.bad_token_ids, self._compiler.vocab_size
-                )
-            copy = None if asked is None else self._compiler.acquire(asked)
+                TokenRules(params.allowed_token_ids, params.bad_token_ids, self._vocab_size)
+            grammar = None if asked is None else grammar_key(asked)
         except RequestError as error:
             return error
-        eos = self._compiler.eos_token_ids
-        if params.ignore_eos and copy is not None:
-            state.forbidden.append((eos, _FOREVER))
-        if params.min_tokens:
-            ends = () if params.ignore_eos else eos
-            until = request.prompt_len + params.min_tokens
-            state.forbidden.append(((*ends, *params.stop_token_ids), until))
-        name = request.request_id
-        self._states[name] = state
-        if copy is None:
-            return None
-        self._copies[name] = copy
-        self._compiling[name] = request, time.monotonic() + self._compiler.config.timeout
-        copy[0].add_done_callback(partial(self._on_compiled, request, state))
+        self._keys += 1
+        repeated = False
+        if grammar is not None:
+            repeated = bool(self._repeated.get(grammar))
+            self._repeated.put(grammar, True)
+        masked = _MaskedRequest(request, self._keys, self._place(grammar))
+        self._masked[request.request_id] = self._by_key[masked.key] = masked
+        self._loads[masked.builder].requests[masked.key] = masked
+        if asked is not None:
+            self._compiling.add(request.request_id)
+        mask_params = MaskParams(
+            asked,
+            request.prompt_len,
+            self._ends(request, params),
+            tuple(params.allowed_token_ids or ()),
+            tuple(tuple(each) for each in params.bad_token_ids or ()),
+            repeated,
+            asked is not None and self.proposes_drafts and params.speculative != "off",
+        )
+        self._builders.send(masked.builder, Open(masked.key, mask_params))
         return None
 
-    def _on_compiled(self, request: Request, state: GrammarState, done: Future[LLMatcher]) -> None:
-        """Receives a compiled grammar, on any thread."""
-        name, reason = request.request_id, None
-        try:
-            matcher, strings = done.result(), self._compiler.walk(_grammar_of(request))
-        except GrammarError as error:
-            reason = error
-        except BaseException as error:
-            reason = GrammarError(f"The grammar could not be compiled ({type(error).__name__}).")
-        with self._unbuilt_lock:
-            if reason is None:
-                state.begin(matcher, strings)
-            else:
-                state.error = reason
-            step = self._unbuilt.pop(name, None)
-            if step is not None:
-                for row in step.rows:
-                    row.masks = self._mask_row(row, state)
-                # Not from the engine's thread, which may wait for these masks.
-                self._thread.put(partial(self._build, step, threading.Event()))
-        self._done.append((name, state, reason))
-        self._news.set()
+    def _ends(self, request: Request, params: SamplingParams) -> list[tuple[tuple[int, ...], int]]:
+        """Returns the end tokens that a request does not take at first, or at all."""
+        found = list[tuple[tuple[int, ...], int]]()
+        if params.ignore_eos and params.structured_outputs is not None:
+            found.append((self._eos, _FOREVER))
+        if params.min_tokens:
+            ends = () if params.ignore_eos else self._eos
+            until = request.prompt_len + params.min_tokens
+            found.append(((*ends, *params.stop_token_ids), until))
+        return found
 
     def ready(self, request: Request) -> bool:
         return self._late_grammars or request.request_id not in self._compiling
@@ -283,7 +307,7 @@ class GrammarFeature(Feature, LoopFeature):
 
     @property
     def drafting(self) -> bool:
-        return bool(self._states)
+        return bool(self._masked)
 
     @property
     def certain(self) -> bool:
@@ -295,12 +319,11 @@ class GrammarFeature(Feature, LoopFeature):
         self._claims.clear()
         for i in np.flatnonzero(self._gated[lanes] & (room > 0)).tolist():
             lane = int(lanes[i])
-            row = self._current[lane]
-            state = None if row is None else row.masks.state
-            if row is None or state is None or state.forced is None or not row.alive:
+            masked = self._lanes[lane]
+            if masked is None:
                 continue
             # The row's own token is at `planned + 1` if all drafts in flight are right.
-            text, first = state.forced.text, row.request.planned + 1
+            text, first = masked.forced, masked.request.planned + 1
             counts[i] = min(len(text.after(first)), int(room[i]))
             if counts[i]:
                 self._claims[lane] = text
@@ -325,232 +348,222 @@ class GrammarFeature(Feature, LoopFeature):
         self._claims.clear()
 
     def plan(self, builder: PlanBuilder) -> None:
+        entered = [admit.lane for admit in builder.admits if admit.params.masked]
         for admit in builder.admits:
-            self._gated[admit.lane] = admit.params.masked
+            self._gated[admit.lane] = False
+        self._gated[entered] = True
         if self._claims:
             self._claim(builder)
         samples = (builder.flags & RowFlag.SAMPLE) != 0
         rows = np.flatnonzero(self._gated[builder.lanes] & samples).tolist()
-        if not rows:
-            return
-        builder.gate(rows)
-        if self._held:
-            rows = self._go_on(builder, rows)
-        gated = [self._gated_row(builder, row) for row in rows]
-        if gated:
-            self._waiting.append(_GatedStep(builder.step_id, gated))
+        if entered:
+            requests = dict(zip(builder.lanes.tolist(), builder.requests, strict=True))
+            for lane in entered:
+                self._enter(requests[lane], lane)
+        if rows:
+            # A HELD row's masks are there.
+            builder.gate([row for row in rows if not builder.flags[row] & RowFlag.HELD])
+            step = Rows(builder.step_id, [self._row(builder, row) for row in rows])
+            self._planned.append(step)
+            self._send_rows(step)
 
-    def _go_on(self, builder: PlanBuilder, rows: list[int]) -> list[int]:
-        """Gives the rows of held lanes the masks that came late. Returns the other rows."""
-        held = (builder.flags[rows] & RowFlag.HELD) != 0
-        lanes = builder.lanes[rows][held]
-        if len(lanes):
-            self._executor.submit_inputs(builder.step_id, lanes)
-            self._held.difference_update(lanes.tolist())
-        return [row for row, of_held in zip(rows, held.tolist(), strict=True) if not of_held]
+    def _enter(self, request: Request, lane: int) -> None:
+        masked = self._masked[request.request_id]
+        self._lanes[lane] = masked
+        masked.last, masked.late, masked.forced = -1, None, NO_TEXT
+        masked.lane, masked.turn = lane, self._turns[lane]
+        self._turns[lane] += 1
+        passed = int(self._inputs.turns[lane])
+        for turn in range(passed - 1, -1, -1):
+            if self._turns_given.pop((lane, turn), None) is None:
+                break
+        self._turns_given[lane, masked.turn] = masked
+        self._send_text(masked)
+
+    def _send_text(self, masked: _MaskedRequest) -> None:
+        """Says to a request's builder which tokens are known."""
+        request = masked.request
+        start = max(0, request.prompt_len - claim_width(self._drafts))
+        tail = request.tokens.view(start).tobytes()
+        message = Enter(masked.key, request.lane, masked.turn, tail, request.known)
+        self._builders.send(masked.builder, message)
+
+    def _row(self, builder: PlanBuilder, row: int) -> GatedRow:
+        flags, lane = int(builder.flags[row]), int(builder.lanes[row])
+        masked = self._lanes[lane]
+        if masked is None:
+            raise QuireError(f"lane {lane} has no request with masks")
+        held = bool(flags & RowFlag.HELD)
+        masked.last = builder.step_id
+        if held:
+            self._held.discard(lane)
+            masked.late = None
+        lines = 1 if flags & RowFlag.PROMPT else int(builder.q_len[row])
+        return GatedRow(masked.key, row, lines, masked.request.lane_epoch, held)
+
+    def _send_rows(self, step: Rows) -> None:
+        parts: list[list[GatedRow]] = [[] for _ in self._loads]
+        for row in step.rows:
+            parts[self._by_key[row.key].builder].append(row)
+        for builder, rows in enumerate(parts):
+            if rows:
+                self._builders.send(builder, Rows(step.step_id, rows))
 
     def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
-        self._held.update(lanes.tolist())
-        for lane in lanes.tolist() if self._compiling else ():
-            row = self._current[lane]
-            self._compile_late_rows += row is not None and self._compiles(row.request)
-
-    def _compiles(self, request: Request) -> bool:
-        return request.request_id in self._compiling
+        step = self._planned[0]
+        late = {row.key: row for row in step.rows}
+        for lane in lanes.tolist():
+            self._held.add(lane)
+            if (masked := self._lanes[lane]) is not None:
+                masked.late = _LateRow(step.step_id, late[masked.key])
+                self._compile_late_rows += masked.request.request_id in self._compiling
 
     def inputs_ready(self, lanes: Int32) -> Flags:
         return np.array([self._built(lane) for lane in lanes.tolist()], dtype=bool)
 
     def _built(self, lane: int) -> bool:
-        row = self._current[lane]
-        return row is None or row.built
-
-    def _gated_row(self, builder: PlanBuilder, row: int) -> _GatedRow:
-        request, lane = builder.requests[row], int(builder.lanes[row])
-        prompt = bool(builder.flags[row] & RowFlag.PROMPT)
-        q_len = 0 if prompt else int(builder.q_len[row])
-        return _GatedRow(request, lane, request.lane_epoch, request.planned, q_len)
+        masked = self._lanes[lane]
+        late = None if masked is None else masked.late
+        return late is None or bool(self._inputs.flags[lane] > late.step_id)
 
     def release(self, request: Request) -> bool:
+        masked = self._masked.get(request.request_id)
         if request.lane >= 0:
             self._gated[request.lane] = False
-            self._current[request.lane] = None
+            self._lanes[request.lane] = None
             self._held.discard(request.lane)
-        with self._unbuilt_lock:
-            self._unbuilt.pop(request.request_id, None)
+            if masked is not None:
+                self._send_leave(masked)
+                masked.lane = -1
         return False
 
-    def finish(self, request: Request) -> None:
-        name = request.request_id
-        self._states.pop(name, None)
-        if self._compiling.pop(name, None) is not None:
-            self._compiler.forget(_grammar_of(request))
-        if (copy := self._copies.pop(name, None)) is not None:
-            self._compiler.release(_grammar_of(request), copy[1])
+    def _send_leave(self, masked: _MaskedRequest) -> None:
+        self._builders.send(masked.builder, Leave(masked.key, masked.lane, masked.turn))
 
-    # -- the engine loop's part: compiling -----------------------------------------------------
+    def finish(self, request: Request) -> None:
+        masked = self._masked.pop(request.request_id, None)
+        self._compiling.discard(request.request_id)
+        if masked is not None:
+            del self._by_key[masked.key]
+            del self._loads[masked.builder].requests[masked.key]
+            self._builders.send(masked.builder, Close(masked.key))
+
+    # -- the engine loop's part ----------------------------------------------------------------
 
     @property
     def waits(self) -> bool:
         return bool(self._compiling or self._held)
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
-        failed: list[Failure] = []
-        while self._broken:
-            row, error = self._broken.popleft()
-            if row.alive:
-                failed.append((row.request, error))
-        if not self._compiling and not self._done and not self._held:
-            return (), failed
-        if patience and not self._done and not any(map(self._built, self._held)):
-            self._news.wait(patience)
-        self._news.clear()
-        ready = []
-        while self._done:
-            name, state, reason = self._done.popleft()
-            if name not in self._compiling or self._states.get(name) is not state:
-                continue
-            request, _ = self._compiling.pop(name)
-            if reason is not None:
-                failed.append((request, reason))
-            elif not self._late_grammars:
-                ready.append(name)
-        return ready, failed + self._late()
+        self._receive()
+        deadline = time.monotonic() + patience
+        while patience and not (self._ready or self._failed or any(map(self._built, self._held))):
+            left = deadline - time.monotonic()
+            if left <= 0.0:
+                break
+            self._receive(min(left, _HELD_SECONDS) if self._held else left)
+        ready, self._ready = self._ready, []
+        return ready, self._failures()
 
-    def _late(self) -> list[Failure]:
-        """Gives up on grammars that took too long to compile."""
-        now = time.monotonic()
-        late = [name for name, (_, limit) in self._compiling.items() if limit < now]
-        return [self._give_up(self._compiling.pop(name)[0]) for name in late]
+    def _failures(self) -> list[Failure]:
+        """Returns the requests that have failed. Their tokens of earlier steps come first."""
+        found, later = list[Failure](), list[tuple[_MaskedRequest, MaskFailure]]()
+        for masked, failed in self._failed:
+            if failed.step_id >= 0 and self._planned and self._planned[0].step_id < failed.step_id:
+                later.append((masked, failed))
+            else:
+                found.append((masked.request, failed.error()))
+        self._failed = later
+        return found
 
-    def _give_up(self, request: Request) -> Failure:
-        error = self._compiler.late(_grammar_of(request))
-        self._compiler.forget(_grammar_of(request))
-        return request, error
+    def after_update(self, step_id: int) -> None:
+        while self._planned and self._planned[0].step_id <= step_id:
+            self._planned.popleft()
 
-    # -- the engine loop's part: masks ---------------------------------------------------------
+    def _receive(self, seconds: float = 0.0) -> None:
+        """Takes the answers of builders. Waits for some for up to so many seconds."""
+        for builder, message in self._builders.answers(seconds):
+            if message is None:
+                self._bury(builder)
+            else:
+                self._take(builder, message)
 
-    def may_launch(self) -> bool:
-        """Whether all masks are begun. While some wait for tokens of steps in flight, no step may
-        be submitted: its launch might wait for the device, which waits for the masks."""
-        return not self._waiting
-
-    def before_submit(self) -> None:
-        self._begin_masks()  # a first launch waits for the device, which waits for the masks
-
-    def after_update(self) -> None:
-        self._begin_masks()
-
-    def _begin_masks(self) -> None:
-        """Starts to build the masks of every step whose tokens are all known."""
-        while self._waiting and all(row.ready for row in self._waiting[0].rows):
-            step = self._waiting.popleft()
-            gone = [row.lane for row in step.rows if not row.alive]
-            if gone:
-                # Whatever these rows give is ignored. Another row's masks may lie in their lines.
-                self._executor.submit_inputs(step.step_id, int32(gone))
-                step.rows = [row for row in step.rows if row.alive]
-            for row in step.rows:
-                self._current[row.lane] = row
-            if self._compiling:
-                step.rows = self._compiled_rows(step)
-            if not step.rows:
-                continue
-            for row in step.rows:
-                row.masks = self._mask_row(row, self._states[row.request.request_id])
-            # The device waits for the masks, and their thread for the interpreter's lock, which
-            # this one would hold on to: for milliseconds, if it has much to do.
-            entered = threading.Event()
-            self._thread.put(partial(self._build, step, entered))
-            entered.wait(_HANDOVER)
-
-    def _compiled_rows(self, step: _GatedStep) -> list[_GatedRow]:
-        """Puts off the rows whose grammars are being compiled. Returns the others."""
-        rows = []
-        with self._unbuilt_lock:
-            for row in step.rows:
-                name = row.request.request_id
-                state = self._states[name]
-                if name in self._compiling and state.matcher is None and state.error is None:
-                    self._unbuilt[name] = _GatedStep(step.step_id, [row])
-                else:
-                    rows.append(row)
-        return rows
-
-    def _mask_row(self, row: _GatedRow, state: GrammarState) -> MaskRow:
-        """Advances a row's grammar past all known tokens."""
-        tokens = row.request.tokens
-        state.advance(tokens.view(state.position).tolist())
-        text = tokens.view() if row.q_len > 1 else None
-        return MaskRow(state, row.lines, (), text, row.lane * (1 + self._drafts))
-
-    def _build(self, step: _GatedStep, entered: threading.Event) -> None:
-        """Builds a step's masks, on their thread.
-
-        Args:
-            entered: Set when that needs the interpreter no more.
-        """
-        if self._closed:
+    def _take(self, builder: int, message: FromMasks) -> None:
+        if isinstance(message, Stats):
+            self._loads[builder].stats = message.stats
             return
-        self._add_drafts(step, entered)
-        lines = self._executor.input_lines()
-        rows = [each.masks for each in step.rows]
-        try:
-            self._masks.build(rows, lines, self._compiler.tokenizer_vocab, entered.set)
-        except BaseException as error:  # a grammar must not end the engine, or keep it waiting
-            reason = GrammarError(f"The grammar failed ({type(error).__name__}).")
-            for row in rows:
-                lines[row.line : row.line + row.lines] = -1
-                if row.state is not None:
-                    row.state.error = row.state.error or reason
-        # Before the step has a result, which gives such rows any token.
-        for each in step.rows:
-            if each.masks.state is not None and each.masks.state.error is not None:
-                self._broken.append((each, each.masks.state.error))
-            each.built = True
-        self._executor.submit_inputs(step.step_id, int32([each.lane for each in step.rows]))
-        entered.set()
-        if self._held:
-            self._news.set()
-        self._masks.settle(rows)
-
-    def _add_drafts(self, step: _GatedStep, entered: threading.Event) -> None:
-        """Adds the drafts that rows verify, once they are made."""
-        if all(row.lines == 1 for row in step.rows):
+        if message.key in self._checks:
+            error = message.error() if isinstance(message, MaskFailure) else None
+            self._loads[self._checks.pop(message.key)].checks -= 1
+            self._verdicts[message.key] = error
             return
-        claims = self._executor.claimed(step.step_id, wait=False)
-        if claims is None:
-            entered.set()
-            claims = self._executor.claimed(step.step_id, wait=True)
-        if claims is None:
-            return  # the engine ends
-        ids, starts = claims
-        for row in step.rows:
-            masks = row.masks
-            if masks.text is not None and masks.lines > 1:
-                start, most = int(starts[row.lane]), masks.lines - 1
-                drafts = claimed_drafts(ids[row.lane], start, masks.text, most)
-                row.masks = masks._replace(drafts=drafts.tolist())
+        masked = self._by_key.get(message.key)
+        if masked is None:
+            return
+        if isinstance(message, Compiled):
+            self._compiling.discard(masked.request.request_id)
+            if not self._late_grammars:
+                self._ready.append(masked.request.request_id)
+        elif isinstance(message, MaskFailure):
+            self._fail(masked, message)
+        elif isinstance(message, Forced):
+            masked.forced = ForcedText(message.start, message.tokens)
+        else:
+            self._again(masked)
+
+    def _fail(self, masked: _MaskedRequest, failed: MaskFailure) -> None:
+        self._compiling.discard(masked.request.request_id)
+        self._failed.append((masked, failed))
+
+    def _again(self, masked: _MaskedRequest) -> None:
+        """Lets a builder that has missed results of a request go on from the known tokens."""
+        if masked.lane < 0:
+            return
+        self._send_text(masked)
+        if masked.late is not None:
+            # Its result is known: it gave no token.
+            row = msgspec.structs.replace(masked.late.row, index=-1, held=False)
+            self._builders.send(masked.builder, Rows(masked.late.step_id, [row]))
+        for step in self._planned:
+            for row in step.rows:
+                if row.key == masked.key:
+                    built = bool(self._inputs.flags[masked.lane] > step.step_id)
+                    row = msgspec.structs.replace(row, held=built)
+                    self._builders.send(masked.builder, Rows(step.step_id, [row]))
+
+    # -- builders that end ---------------------------------------------------------------------
+
+    def _let_go(self, builder: int) -> None:
+        """Lets no step wait for the requests of a builder that has ended. From any thread."""
+        for masked in list(self._loads[builder].requests.values()):
+            lane = masked.lane
+            if lane >= 0 and self._inputs.turns[lane] == masked.turn:
+                self._inputs.put(masked.last, int32([lane]))
+
+    def _bury(self, builder: int) -> None:
+        """Fails the requests of a builder that has ended. Another one takes its place."""
+        self._let_go(builder)
+        load = self._loads[builder]
+        message = "The process that built the masks of this answer has ended; try again."
+        for masked in load.requests.values():
+            self._fail(masked, MaskFailure(masked.key, message, busy=True))
+        for key in [key for key, its in self._checks.items() if its == builder]:
+            self._take(builder, MaskFailure(key, message, busy=True))
+        for homes in self._homes.values():
+            homes.discard(builder)
+        for (lane, turn), masked in self._turns_given.items():
+            if masked.builder == builder and (masked.lane, masked.turn) != (lane, turn):
+                # It may have ended before it could leave the lane.
+                self._builders.send(builder, Leave(masked.key, lane, turn))
 
     def stats(self) -> dict[str, Any]:
-        memory = self._compiler.memory
-        stats = GrammarStats(
-            compiles=self._compiler.compiles,
-            compile_seconds=self._compiler.compile_seconds,
-            compile_late_rows=self._compile_late_rows,
-        )
-        if memory is not None:
-            stats.mask_lookups, stats.mask_hits = memory.lookups, memory.hits
+        self._receive()
+        stats = GrammarStats(compile_late_rows=self._compile_late_rows)
+        for load in self._loads:
+            for name in MaskStats.__struct_fields__:
+                value = getattr(stats, name) + getattr(load.stats, name)
+                setattr(stats, name, value)
         return {"grammars": stats}
 
     def close(self, drain: Callable[[], None] | None) -> None:
-        self._closed = True
-        self._thread.close()
-        self._compiler.shutdown()
-
-
-def _grammar_of(request: Request) -> StructuredOutputsParams:
-    asked = request.params.structured_outputs
-    if asked is None:
-        raise QuireError(f"the request {request.request_id} has no grammar")
-    return asked
+        self._builders.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.config import EngineConfig
-from quire.features.structured_output.args import StructuredOutputArgs
+from quire.features.structured_output.args import StructuredOutputArgs, mask_processes
 from quire.runner.hooks.mask import Mask
 
 
@@ -14,4 +14,5 @@ def open_mask(config: EngineConfig) -> Mask:
         config,
         drafts=args.structured_outputs_drafts,
         patience_us=args.structured_outputs_wait_us,
+        remote=mask_processes(args, config.device) > 0,
     )

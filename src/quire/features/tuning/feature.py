@@ -93,7 +93,7 @@ class TableTuning(LoopFeature):
         if self._counts is not None:
             self._counts.launch()
 
-    def after_update(self) -> None:
+    def after_update(self, step_id: int) -> None:
         if self._counts is not None:
             self._counts.read()
 

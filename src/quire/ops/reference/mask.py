@@ -62,9 +62,9 @@ def wait_for_inputs(
     """Makes the stream wait for the host's inputs of GATED rows, for a limited time.
 
     After `patience_us` the stream continues without the missing inputs, as soon as one row is
-    ready. Late rows give no token in this step. Their logit rows become unused, the hidden state of
-    their first logit row is copied to `held`, and their lanes' positions become held ones
-    (`reference.step.held_position`).
+    ready. If all rows are GATED, it waits as often as many rows are missing. Late rows give no
+    token in this step. Their logit rows become unused, the hidden state of their first logit row is
+    copied to `held`, and their lanes' positions become held ones (`reference.step.held_position`).
 
     On a CPU, heads run only after their inputs are complete, so the twin does not wait. It uses the
     current flags.

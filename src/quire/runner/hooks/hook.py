@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quire.arrays import Int32
 from quire.executor import StepSeconds, WorkerCall
+from quire.input_memory import InputMemory
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.ops import LogitRows, StepRows
 from quire.parallel import ProcessGroup
@@ -275,13 +276,6 @@ class GateHook(Hook):
         """
         return False
 
-    def input_lines(self) -> Int32 | None:
-        """Answers `Executor.input_lines`, from any thread."""
+    def host_inputs(self) -> InputMemory | None:
+        """Answers `Executor.host_inputs`."""
         return None
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        """Answers `Executor.claimed`, from any thread."""
-        return None
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        """Receives `Executor.submit_inputs`, from any thread."""

@@ -10,10 +10,11 @@ import numpy as np
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.executor import StepSeconds
+from quire.input_memory import InputMemory, InputShape
 from quire.models import Decoder
 from quire.ops import op
 from quire.ops.reference import mask as twins
-from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, StepPlan
+from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, StepPlan, claim_width
 from quire.runner.hooks.hook import (
     GateHook,
     HeadContext,
@@ -22,7 +23,7 @@ from quire.runner.hooks.hook import (
     ProgramHook,
     SharedMemory,
 )
-from quire.runner.host_inputs import ClaimRing, HostInputs
+from quire.runner.host_inputs import HostInputs
 from quire.runner.program import BodyShape, StepProgram
 from quire.runner.readback import Step, logit_starts
 from quire.runner.state import BatchState, Limits
@@ -46,6 +47,7 @@ class Mask(ProgramHook, HostHook, GateHook):
     Args:
         drafts: most draft tokens of a row that the host knows for certain.
         patience_us: microseconds that a head waits for masks.
+        remote: whether other processes build masks.
 
     Attributes:
         inputs: holds the masks; made by `bind`.
@@ -53,18 +55,33 @@ class Mask(ProgramHook, HostHook, GateHook):
 
     rare = True
 
-    def __init__(self, config: EngineConfig, *, drafts: int = 0, patience_us: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        drafts: int = 0,
+        patience_us: float = 0.0,
+        remote: bool = False,
+    ) -> None:
         self.drafts = drafts
-        self._depth = config.scheduler.steps_in_flight + 1
+        self._remote = remote
         self._words = -(-config.vocab_size // 32)
         self._patience = patience_us
         self._memory: SharedMemory | None = None
         self._rank, self._world = 0, 1
         self.inputs: HostInputs | None = None
-        self._claims: ClaimRing | None = None
 
     def shared_bytes(self, limits: Limits) -> int:
-        return HostInputs.size(limits.lanes, 1 + limits.drafts, self._words)
+        return self._shape(limits).size
+
+    def _shape(self, limits: Limits) -> InputShape:
+        return InputShape(
+            limits.lanes,
+            1 + limits.drafts,
+            self._words,
+            3 + limits.drafts,
+            claim_width(limits.drafts),
+        )
 
     def share(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -86,21 +103,25 @@ class Mask(ProgramHook, HostHook, GateHook):
 
     def bind(self, state: BatchState) -> None:
         self._state = state
-        limits, ranks = state.limits, (self._rank, self._world)
         self.inputs = HostInputs(
-            state.device, limits.lanes, 1 + limits.drafts, self._words, self._memory, *ranks
+            state.device,
+            self._shape(state.limits),
+            self._memory,
+            self._rank,
+            self._world,
+            remote=self._remote,
         )
-        if limits.drafts:
-            columns = (state.columns[name] for name in (DRAFT_IDS, DRAFT_START))
-            self._claims = ClaimRing(self._depth, *columns)
 
     def begin(self, step: Step) -> None:
         # The hooks that draft come earlier in the order, so the claims are final.
-        if self._claims is not None and _verifies(step.plan):
-            self._claims.send(step.plan.step_id)
+        if self.inputs is not None and self._state.limits.drafts and _verifies(step.plan):
+            columns = (self._state.columns[name] for name in (DRAFT_IDS, DRAFT_START))
+            self.inputs.send_claims(step.plan.step_id, *columns, self._state.gate)
 
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        return None if self._claims is None else self._claims.get(step_id, wait=wait)
+    def launched(self, step: Step) -> None:
+        if self.inputs is not None and step.plan.gated:
+            results = self._state.results[: step.plan.num_rows]
+            self.inputs.send_results(step.plan.step_id, results, self._state.gate)
 
     def level(self, plan: StepPlan) -> Level:
         return Level.MASKED if plan.gated else Level.PLAIN
@@ -111,7 +132,8 @@ class Mask(ProgramHook, HostHook, GateHook):
         *_, lines, gate = self._state.split_inputs(inputs)
         counts = np.diff(logit_starts(plan))
         starts = np.cumsum(counts) - counts
-        first = np.where(_gated(plan), plan.lanes * self.inputs.per_lane, -1)
+        masked = (plan.flags & (RowFlag.GATED | RowFlag.HELD)) != 0
+        first = np.where(masked, plan.lanes * self.inputs.shape.lines, -1)
         number = np.arange(counts.sum()) - np.repeat(starts, counts)
         first = np.repeat(first, counts)
         lines[: len(first)] = np.where(first >= 0, first + number, -1)
@@ -122,12 +144,8 @@ class Mask(ProgramHook, HostHook, GateHook):
             return False
         return not self.inputs.has(plan.step_id, plan.lanes[_gated(plan)], wait=wait)
 
-    def input_lines(self) -> Int32 | None:
-        return None if self.inputs is None else self.inputs.buffer()
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        if self.inputs is not None:
-            self.inputs.put(step_id, lanes)
+    def host_inputs(self) -> InputMemory | None:
+        return self.inputs
 
     def logits(self, ctx: HeadContext) -> None:
         if ctx.level < Level.MASKED or self.inputs is None:
@@ -137,7 +155,7 @@ class Mask(ProgramHook, HostHook, GateHook):
             ctx.rows,
             ctx.logit_rows,
             state.gate,
-            self.inputs.flags,
+            self.inputs.input_flags,
             position=state.position,
             last=ctx.last,
             held=ctx.held,
@@ -146,9 +164,8 @@ class Mask(ProgramHook, HostHook, GateHook):
         ctx.logits = _mask_logits(ctx.own_logits(), self.inputs.lines, state.lines[: len(ctx.raw)])
 
     def close(self) -> None:
-        for each in (self.inputs, self._claims):
-            if each is not None:
-                each.close()
+        if self.inputs is not None:
+            self.inputs.close()
 
 
 def _measure(graphs: Graphs, shapes: Mapping[int, BodyShape]) -> dict[int, float]:

@@ -18,6 +18,7 @@ class PromptPhases:
         prompt_tokens: the prompt's tokens.
         cached_tokens: the tokens of them that were in the prefix cache.
         output_tokens: tokens of all its completions.
+        delays: seconds in the engine by cause, of the completion that was heard of last.
     """
 
     start: float
@@ -27,6 +28,7 @@ class PromptPhases:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    delays: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,14 @@
 import { laneColour } from "./canvas.js";
 import { $, duration, make, number } from "./dom.js";
 
+/** What a request's seconds went to, by cause. */
+const DELAYS = {
+  queue: "waited for its turn", sibling: "waited for the prompt it shares", kv: "waited for blocks",
+  adapter: "waited for its adapter", grammar: "waited for its grammar", preempted: "set back",
+  prefill: "computed its prompt", decode: "generated", prompts: "slowed by other prompts", inputs: "waited for masks",
+};
+const WAITS = { sibling: "the prompt it shares", kv: "blocks", adapter: "its adapter", grammar: "its grammar" };
+
 export class Requests {
   /** highlight: told the lane of the request that is pointed at, or null. */
   constructor(highlight) {
@@ -58,10 +66,10 @@ export class Requests {
       return;
     }
     const most = Math.max(...waiting.map(([, tokens]) => tokens), 1);
-    const chips = waiting.map(([id, tokens, since, parked, preemptions]) => {
+    const chips = waiting.map(([id, tokens, since, parked, preemptions, cause]) => {
       const what = [
         `Request ${id}`, `${number(tokens)} tokens`, `came ${duration(time - since)} ago`,
-        parked ? "parked" : null, preemptions ? "preempted" : null,
+        parked ? `waits for ${WAITS[cause] ?? cause}` : null, preemptions ? "preempted" : null,
       ];
       const chip = make("i", { class: `chip${parked ? " parked" : ""}`, title: what.filter(Boolean).join(", ") });
       chip.style.height = `${8 + 40 * Math.sqrt(tokens / most)}px`;
@@ -89,7 +97,7 @@ class Row {
     for (const name of ["pointerleave", "blur"]) this.element.addEventListener(name, () => highlight(null));
   }
 
-  take([id, , prompt, cached, computed, known, most, blocks, since, first, preemptions], scale) {
+  take([id, , prompt, cached, computed, known, most, blocks, since, first, preemptions, delays], scale) {
     const done = Math.min(prompt, Math.max(computed, cached));
     const lengths = [cached, done - cached, prompt - done, known - prompt];
     lengths.forEach((length, i) => {
@@ -104,6 +112,7 @@ class Row {
       `${number(blocks)} blocks`,
       first === null ? null : `first token after ${duration(first - since)}`,
       preemptions ? `preempted ${preemptions} times` : null,
+      ...Object.entries(delays).map(([cause, seconds]) => `${DELAYS[cause] ?? cause}: ${duration(seconds)}`),
     ];
     this.element.title = what.filter(Boolean).join("; ");
     this.element.setAttribute("aria-label", this.element.title);

@@ -107,6 +107,7 @@ class EngineMetrics(Collector):
             yield from _gauges(self._stats)
             yield from counters(self._stats, _COUNTERS)
             yield from _histograms(self._stats)
+            yield _delays(self._stats.delay_seconds)
             if self._stats.ranks:
                 yield from _ranks(self._stats.ranks)
             for spec in installed_features():
@@ -124,6 +125,17 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
         for group, count in enumerate(getattr(stats, f"blocks_{state}")):
             blocks.add_metric([str(group), state], count)
     yield blocks
+
+
+def _delays(seconds: dict[str, float]) -> Metric:
+    found = CounterMetricFamily(
+        "quire_request_delay_seconds",
+        "Seconds of requests in the engine, by what they waited for or did.",
+        labels=("cause",),
+    )
+    for cause, total in seconds.items():
+        found.add_metric([cause], total)
+    return found
 
 
 def _ranks(ranks: Sequence[RankStats]) -> Iterator[Metric]:

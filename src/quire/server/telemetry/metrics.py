@@ -180,7 +180,7 @@ def _size(file: Path) -> int:
 class RequestTimer:
     """Measures one prompt with its `n` completions, update by update."""
 
-    __slots__ = ("first", "last", "metrics", "open", "outputs", "prompt_counts", "start")
+    __slots__ = ("delays", "first", "last", "metrics", "open", "outputs", "prompt_counts", "start")
 
     def __init__(self, metrics: ServerMetrics, n: int) -> None:
         self.metrics = metrics
@@ -191,6 +191,7 @@ class RequestTimer:
         self.prompt_counts: tuple[int, int, float] | None = None
         self.last: dict[int, float] = {}
         self.outputs: dict[int, int] = {}
+        self.delays: dict[str, float] = {}
 
     def observe(self, update: CompletionUpdate) -> None:
         now = time.perf_counter()
@@ -199,6 +200,7 @@ class RequestTimer:
             prompt = len(update.prompt_token_ids)
             self.prompt_counts = prompt, update.num_cached_tokens, update.queued
             metrics.count_prompt(*self.prompt_counts)
+        self.delays = update.delays or self.delays
         if count:
             metrics.output_tokens.inc(count)
             if index in self.last:
@@ -229,4 +231,6 @@ class RequestTimer:
         prompt, cached, queued = self.prompt_counts or (0, 0, None)
         outputs = sum(self.outputs.values())
         now = time.perf_counter()
-        return PromptPhases(self.start, now, queued, self.first, prompt, cached, outputs)
+        return PromptPhases(
+            self.start, now, queued, self.first, prompt, cached, outputs, self.delays
+        )

@@ -186,7 +186,7 @@ class _Clock:
         return self.unix_ns + round((counter - self.counter) * 1e9)
 
 
-def _spans(phases: PromptPhases) -> list[tuple[str, float, float, dict[str, int]]]:
+def _spans(phases: PromptPhases) -> list[tuple[str, float, float, dict[str, float]]]:
     """Returns the spans of a prompt: name, start, end, attributes."""
     if phases.queued is None:
         return [("queue", phases.start, phases.end, {})]
@@ -196,10 +196,14 @@ def _spans(phases: PromptPhases) -> list[tuple[str, float, float, dict[str, int]
         "gen_ai.usage.input_tokens": phases.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": phases.cached_tokens,
     }
-    spans = [("queue", phases.start, started, {}), ("prefill", started, first, read)]
+    spans: list[tuple[str, float, float, dict[str, float]]] = [
+        ("queue", phases.start, started, {}),
+        ("prefill", started, first, dict(read)),
+    ]
     if phases.first_token is not None:
         wrote = {"gen_ai.usage.output_tokens": phases.output_tokens}
-        spans.append(("decode", first, phases.end, wrote))
+        spans.append(("decode", first, phases.end, dict(wrote)))
+    spans[-1][3].update({f"quire.delay.{cause}": s for cause, s in phases.delays.items()})
     return spans
 
 

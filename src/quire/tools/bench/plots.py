@@ -68,6 +68,24 @@ def online(records: Sequence[BenchRecord], path: Path) -> None:
     _save(figure, path)
 
 
+def rates(records: Sequence[BenchRecord], path: Path, *, limits: Mapping[str, float]) -> None:
+    """Draws the times that users see over the request rate, with their limits as dashed lines."""
+    figure, panels = _panels(len(limits), _title(records))
+    ordered = sorted(records, key=lambda record: record.settings["request_rate"])
+    at = [record.settings["request_rate"] for record in ordered]
+    for panel, (kind, limit) in zip(panels, limits.items(), strict=True):
+        for name in (n for n in ordered[0].metrics if n.startswith(f"{kind}_p")):
+            values = [record.metrics.get(name, float("nan")) for record in ordered]
+            panel.plot(at, values, marker="o", label=name.split("_")[1])
+        panel.axhline(limit, linestyle="--", color="#dc2626")
+        panel.set_yscale("log")
+        panel.set_title(_TIMES.get(kind, kind))
+        panel.set_ylabel("ms")
+        panel.set_xlabel("requests/s")
+        panel.legend()
+    _save(figure, path)
+
+
 def beside(
     rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, float]]],
     names: tuple[str, str],

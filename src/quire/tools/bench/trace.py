@@ -15,6 +15,7 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.executor import Answered, Asked, Capacity, Executor, WorkerCall
+from quire.input_memory import InputMemory
 from quire.plan import KVGroup, RowFlag, StepPlan, StepResult
 from quire.tools.bench.work import Ceilings, ModelWork
 
@@ -64,14 +65,8 @@ class StepRecorder:
         self.inner.submit(plan)
         self._open.append(SeenStep(plan, self._used_blocks()))
 
-    def input_lines(self) -> Int32:
-        return self.inner.input_lines()
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        return self.inner.claimed(step_id, wait=wait)
-
-    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
-        self.inner.submit_inputs(step_id, lanes)
+    def host_inputs(self) -> InputMemory:
+        return self.inner.host_inputs()
 
     def collect(self) -> StepResult:
         result = self.inner.collect()

@@ -19,7 +19,7 @@ from quire.router.prompts import PIECE_BYTES, Prompt
 from quire.router.replica import ReplicaState, Role
 from quire.tools.simulate.engine_model import EngineModel
 from quire.tools.simulate.node import Blocks, SimulatedNode, SimulatedRequest
-from quire.tools.simulate.trace import TraceRequest, WorkloadTrace
+from quire.tools.workload import TraceRequest, WorkloadTrace
 
 _BYTES_PER_TOKEN = 4
 _REPORT_SECONDS = 0.1

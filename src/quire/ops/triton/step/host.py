@@ -54,6 +54,7 @@ def _wait_for_inputs(
     else:
         watched = inputs_ptr + lane
     rows = tl.sum(real.to(tl.int32), 0)
+    plain = rows > tl.sum(gated.to(tl.int32), 0)
     seen = tl.load(watched, mask=gated, other=0, volatile=True)
     late = _late_rows(seen, value, gated, ROLE)
     missing = tl.sum(late.to(tl.int32), 0)
@@ -62,11 +63,16 @@ def _wait_for_inputs(
     tried = 0
     waited = tl.cast(0, tl.int64)
     # A row that sits out loses two steps or three, and a wait costs all rows. So the deadline is
-    # later the more rows are missing. After it, the wait ends as soon as one row is ready.
+    # later the more rows are missing. But rows without inputs never wait longer than for one. After
+    # the deadline, the wait ends as soon as one row is ready.
     while (
         (missing > 0)
         & (tried < tries)
-        & ((waited <= patience * missing) | (missing == rows) | (ROLE == 2))
+        & (
+            (waited <= tl.where(plain, 1, missing).to(tl.int64) * patience)
+            | (missing == rows)
+            | (ROLE == 2)
+        )
     ):
         seen = tl.load(watched, mask=gated, other=0, volatile=True)
         late = _late_rows(seen, value, gated, ROLE)

@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.errors import ConfigError
 from quire.system import MOST_DATA, read_bounded
+from quire.tools.workload import WorkloadTrace
 
 Endpoint = Literal["completions", "chat"]
 
@@ -59,6 +60,26 @@ def random_asks(count: int, lengths: Lengths, top: int, seed: int) -> list[Ask]:
         size = length(lengths.input_len)
         prompt = prefix + [draw.randrange(10, top) for _ in range(size)]
         asks.append(Ask(prompt, length(lengths.output_len)))
+    return asks
+
+
+def trace_asks(trace: WorkloadTrace, top: int, seed: int) -> list[Ask]:
+    """Returns the requests of a trace, with prompts of random ids from [10, top).
+
+    Equal blocks of the trace have equal ids. Another seed gives other ids, so that a server's cache
+    knows none of them.
+    """
+    draw = np.random.default_rng(seed % 2**63)
+    blocks: dict[int, list[int]] = {}
+    asks = []
+    for request in trace.requests:
+        prompt: list[int] = []
+        for block in request.blocks:
+            if block not in blocks:
+                blocks[block] = draw.integers(10, top, trace.block_size).tolist()
+            prompt += blocks[block]
+        prompt += draw.integers(10, top, max(0, request.prompt - len(prompt))).tolist()
+        asks.append(Ask(prompt[: request.prompt], request.output))
     return asks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from quire.tools.bench.gpu_meter import GpuMeter
 from quire.tools.bench.online import load
 from quire.tools.bench.online.client import Answer, Times
 from quire.tools.bench.online.drive import BUSY, Server, drive, processes_for
+from quire.tools.workload import WorkloadTrace
 
 KINDS = ("ttft", "tpot", "itl", "e2el")
 """Kinds of times: to the first token, per further token (each request's mean), between two events
@@ -23,6 +24,10 @@ of a stream, and to the end of the answer."""
 
 def parse_goodput(asked: Sequence[str]) -> dict[str, float]:
     """Parses limits in milliseconds: "ttft:200" becomes {"ttft": 200.0}. Raises ConfigError."""
+    return _parse_limits(asked, ("ttft", "tpot", "e2el"), "goodput")
+
+
+def _parse_limits(asked: Sequence[str], kinds: Sequence[str], param: str) -> dict[str, float]:
     limits = {}
     for each in asked:
         kind, _, value = each.partition(":")
@@ -30,10 +35,10 @@ def parse_goodput(asked: Sequence[str]) -> dict[str, float]:
             limit = float(value)
         except ValueError:
             limit = 0.0
-        if kind not in ("ttft", "tpot", "e2el") or not limit > 0.0:
+        if kind not in kinds or not limit > 0.0:
+            allowed = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
             raise ConfigError(
-                f"goodput takes ttft, tpot or e2el and milliseconds, as in ttft:200; got {each!r}",
-                "goodput",
+                f"{param} takes {allowed} and milliseconds, as in ttft:200; got {each!r}", param
             )
         limits[kind] = limit
     return limits
@@ -114,7 +119,9 @@ class Plan:
     """The load to send. See `quire bench serve --help`.
 
     Attributes:
-        rate: requests a second; None is as fast as concurrency allows.
+        trace: requests with lengths, common blocks and times; None makes random prompts.
+        rate: requests a second; None is as fast as concurrency allows. A trace's times are scaled
+            to this rate.
         count: requests at each level; None is four times the concurrency.
         dataset: a file; None makes random prompts.
     """
@@ -123,6 +130,7 @@ class Plan:
     prompts: Literal["text", "ids"] = "text"
     lengths: load.Lengths = field(default_factory=load.Lengths)
     dataset: Path | None = None
+    trace: WorkloadTrace | None = None
     dataset_output_len: int | None = None
     count: int | None = None
     rate: float | None = None
@@ -145,10 +153,25 @@ class Plan:
     def asks(self, count: int, seed: int, server: Server, model: str) -> list[load.Ask]:
         if self.dataset is not None:
             return load.file_asks(self.dataset, count, self.dataset_output_len, seed)
-        asks = load.random_asks(count, self.lengths, server.top(model), seed)
+        top = server.top(model)
+        if self.trace is not None:
+            asks = load.trace_asks(
+                replace(self.trace, requests=self.trace.requests[:count]), top, seed
+            )
+        else:
+            asks = load.random_asks(count, self.lengths, top, seed)
         if self.prompts == "text":
             asks = load.as_text(asks, lambda tokens: server.detokenize(model, tokens))
         return asks
+
+    def send_at(self, count: int, seed: int) -> list[float] | None:
+        """Returns when to send each of `count` requests, in seconds from the start."""
+        if self.rate is None:
+            return None
+        if self.trace is None:
+            return load.arrivals(count, self.rate, self.burstiness, seed)
+        scale = self.trace.rate / self.rate
+        return [request.at * scale for request in self.trace.requests[:count]]
 
 
 @dataclass(frozen=True)
@@ -189,9 +212,7 @@ def levels(
     for number, concurrency in enumerate(concurrencies):
         count = plan.count or max(8, 4 * concurrency)
         seed = plan.seed + 1000 * number
-        at = None
-        if plan.rate is not None:
-            at = load.arrivals(count, plan.rate, plan.burstiness, seed)
+        at = plan.send_at(count, seed)
         tell(f"{count} requests, {f'{concurrency} at once' if concurrency else 'no limit'} ...")
         asked = bodies(count, seed)
         with meter.reading() as reading:
@@ -214,3 +235,78 @@ def levels(
                 "give more of --client-processes"
             )
         yield LoadLevel(concurrency, metrics, problems)
+
+
+# The highest rate at which a server keeps its aims.
+
+_GROWTH = 2.0
+_MOST_LEVELS = 24
+
+
+@dataclass(frozen=True)
+class Aims:
+    """The times that a server must keep at a rate.
+
+    Attributes:
+        limits: most milliseconds by kind of time (`KINDS`).
+        percentile: the percentile of the times that must be within the limits.
+    """
+
+    limits: dict[str, float]
+    percentile: float = 99.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.percentile <= 100.0:
+            raise ConfigError(
+                f"slo_percentile must be in (0, 100], got {self.percentile:g}", "slo_percentile"
+            )
+
+    def metric(self, kind: str) -> str:
+        return f"{kind}_p{self.percentile:g}_ms"
+
+    def misses(self, metrics: dict[str, float]) -> list[str]:
+        """Returns what a server with these metrics does not keep."""
+        if metrics["failed"] or not metrics["requests"]:
+            return [f"{metrics['failed']:g} requests failed"]
+        found = [(self.metric(kind), limit) for kind, limit in self.limits.items()]
+        return [
+            f"{name} {metrics[name]:.1f} > {limit:g}"
+            for name, limit in found
+            if metrics.get(name, 0.0) > limit
+        ]
+
+
+def parse_aims(asked: Sequence[str], percentile: float) -> Aims:
+    """Parses limits in milliseconds: "itl:20" becomes {"itl": 20.0}. Raises ConfigError."""
+    limits = _parse_limits(asked, KINDS, "slo")
+    return Aims(limits, percentile)
+
+
+def highest_rate(
+    measure: Callable[[float], bool], start: float, *, precision: float = 0.05
+) -> float | None:
+    """Searches for the highest rate that `measure` accepts, by doubling or halving and then
+    bisecting.
+
+    Args:
+        measure: sends requests at a rate, and returns whether the server kept its aims.
+        start: the first rate.
+        precision: the search ends when the bounds differ by this share.
+
+    Returns:
+        The rate, or None if no rate was accepted.
+    """
+    good, bad = 0.0, 0.0
+    rate = start
+    for _ in range(_MOST_LEVELS):
+        if measure(rate):
+            good = rate
+        else:
+            bad = rate
+        if good and bad:
+            if bad / good <= 1.0 + precision:
+                break
+            rate = (good * bad) ** 0.5
+        else:
+            rate = good * _GROWTH if good else bad / _GROWTH
+    return good or None
