@@ -83,12 +83,10 @@ class WeightUpdate:
 
     def _touched(self) -> dict[str, nn.Module]:
         """Returns the modules of which a tensor is updated, by name."""
-        found = {}
+        found: dict[str, nn.Module] = {}
         for name, module in self.model.named_modules():
-            if (
-                isinstance(module, Loadable)
-                and self._stored_names(name, module) & self._found.keys()
-            ):
+            own = self._stored_names(name, module) if isinstance(module, Loadable) else set()
+            if own & self._found.keys():
                 found[name] = module
         head = getattr(self.model, "head", None)
         if isinstance(head, Linear) and head.tied and "embedding" in found:

@@ -214,7 +214,7 @@ class DeviceArena:
     """
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         torch.empty(1, device=self._device)  # Makes the context that the driver's calls use.
@@ -228,7 +228,7 @@ class DeviceArena:
         free = ctypes.CFUNCTYPE(
             None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p
         )(self._free)
-        pointers = (ctypes.cast(each, ctypes.c_void_p).value for each in (allocate, free))
+        pointers = [ctypes.cast(each, ctypes.c_void_p).value or 0 for each in (allocate, free)]
         allocator = torch._C._cuda_customAllocator(*pointers)
         self._pool = torch.cuda.MemPool(allocator)
         _keep_forever((allocate, free, allocator, self._pool))

@@ -431,10 +431,7 @@ class Scheduler:
         if step.step_id != result.step_id:
             raise RuntimeError(f"result of step {result.step_id} came before {step.step_id}'s")
         self._features.transferred(result)
-        if step.version != self._read_version:
-            for request in self._requests.values():
-                request.end_version(self._read_version)
-            self._read_version = step.version
+        self._read_version_of(step)
         tokens, n, stop = result.tokens, result.n_tokens, result.stop_reason
         rows = np.arange(len(n), dtype=np.int32)
         live = self._lanes.lane_epoch[step.lanes] == step.lane_epoch
@@ -465,9 +462,7 @@ class Scheduler:
         for i in cut:
             self._preempt(step.requests[i])
         if any_late and step.version != self.version:
-            for i in np.flatnonzero(late).tolist():
-                if step.requests[i].status is RequestStatus.RUNNING:
-                    self._start_over(step.requests[i])
+            self._drop_hidden_states(step, np.flatnonzero(late))
         return StepProgress(
             step_id=step.step_id,
             requests=step.requests,
@@ -483,6 +478,20 @@ class Scheduler:
             pooled=result.pooled,
             version=step.version,
         )
+
+    def _read_version_of(self, step: StepInFlight) -> None:
+        """Notes the version of the weights that gave a step's tokens, before they are added."""
+        if step.version != self._read_version:
+            for request in self._requests.values():
+                request.end_version(self._read_version)
+            self._read_version = step.version
+
+    def _drop_hidden_states(self, step: StepInFlight, rows: Index) -> None:
+        """Makes requests start over whose hidden states, kept for late rows, are from weights that
+        have changed since."""
+        for row in rows.tolist():
+            if step.requests[row].status is RequestStatus.RUNNING:
+                self._start_over(step.requests[row])
 
     def _dropped(self, step: StepInFlight, late: Index) -> tuple[Int32, Int32, Int32]:
         """Counts rows that were late.

@@ -134,6 +134,10 @@ def test_a_pause(models: Models, open_core: Open) -> None:
     for _ in range(5):
         core.step()
     assert request.num_output_tokens == 5
+    stuck = update(core, models, 1, "wait")
+    run(core, stuck.done)
+    with pytest.raises(RequestError, match="cannot end while the engine is paused"):
+        stuck.result()
     later = start(core, "b", PROMPT, GREEDY)
     run(core, update(core, models, 1, "retract").done)
     assert later.num_output_tokens == 0

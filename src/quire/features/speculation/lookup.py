@@ -14,6 +14,7 @@ import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
+from quire.cache.block_hash import Namespace
 from quire.cache.continuation import continuation
 from quire.features.speculation.draft_count import Flags
 from quire.features.speculation.settings import NONE, TREE, SpeculationSettings, lookup_kind
@@ -199,7 +200,7 @@ class TextSource:
         self._settings = settings
         self._width = width
         self._texts: list[_Text | None] = [None] * lanes
-        self._recent: dict[tuple[int, str], RecentTexts] = {}
+        self._recent: dict[Namespace, RecentTexts] = {}
         self._tree: BlockManager | None = None
         self._next = 0
 

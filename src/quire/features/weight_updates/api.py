@@ -328,8 +328,8 @@ async def _update(request: Request, source: Source, body: _SGLangBody) -> Respon
     try:
         state = await control.update(state_of(request).client, asked)
     except QuireError as error:
-        body = msgspec.json.encode(Success(False, str(error)))
-        return Response(body, as_api_error(error).status, media_type="application/json")
+        failed = msgspec.json.encode(Success(False, str(error)))
+        return Response(failed, as_api_error(error).status, media_type="application/json")
     return json_response(Success(True, "Succeeded to update model weights.", version_name(state)))
 
 
@@ -589,12 +589,12 @@ def _described(
     )
 
 
-_STATE = {"answer": WeightsState, "check": check_admin}
-_SUCCESS = {"answer": Success, "check": check_admin}
-_MESSAGE = {"answer": TrainerAnswer, "check": check_admin}
-_MODES = {"mode": {"type": "string", "enum": ["abort", "wait", "keep", "retract"]}}
+_STATE: dict[str, Any] = {"answer": WeightsState, "check": check_admin}
+_SUCCESS: dict[str, Any] = {"answer": Success, "check": check_admin}
+_MESSAGE: dict[str, Any] = {"answer": TrainerAnswer, "check": check_admin}
+_MODES: dict[str, Any] = {"mode": {"type": "string", "enum": ["abort", "wait", "keep", "retract"]}}
 
-ROUTES = (
+ROUTES: tuple[Route, ...] = (
     Route("get", "/weights", weights, "The version of the weights, for admins", **_STATE),
     Route("post", "/weights/update", update, "Write new weights, for admins", UpdateBody, **_STATE),
     Route("post", "/weights/join_group", join_group, "Join a trainer's group, for admins",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,18 +50,21 @@ class BroadcastGroup:
                 f"rank {rank} is outside of a group of world_size={asked.world_size}", "rank_offset"
             )
         limit = timedelta(seconds=asked.timeout)
-        store: dist.Store = dist.TCPStore(
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             asked.address, asked.port, asked.world_size, serves, limit, wait_for_workers=False
         )
         # The device is a part of the keys.
         for prefix in (asked.group, f"{asked.group}/", f"{kind}/"):
-            store = dist.PrefixStore(prefix, store)
+            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         # A broadcast by gloo goes through host memory.
         self._device = torch.device("cpu") if asked.backend == "gloo" else device
+        self._group: Any
         if asked.backend == "gloo":
             self._group = dist.ProcessGroupGloo(store, rank, asked.world_size, limit)
         else:
-            self._group = dist.ProcessGroupNCCL(store, rank, asked.world_size, limit)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, rank, asked.world_size, options)
 
     def send(self, tensors: Sequence[Tensor], src: int = 0) -> None:
         """Broadcasts tensors in order, and waits until they are sent."""

@@ -125,6 +125,4 @@ JOIN: CallType[JoinGroup, None] = CallType("weights.join_group", JoinGroup, type
 LEAVE: CallType[str, None] = CallType("weights.leave_group", str, type(None))
 ABORT_ALL: CallType[None, int] = CallType("weights.abort_all", type(None), int)
 """Ends all requests, with the finish reason "abort". Returns their number."""
-CAN_SLEEP: CallType[None, bool] = CallType("weights.can_sleep", type(None), bool)
-"""Whether the engine can give its memory up and keep its process."""
-CALLS = (UPDATE, PAUSE, RESUME, SLEEP, WAKE_UP, STATE, JOIN, LEAVE, ABORT_ALL, CAN_SLEEP)
+CALLS = (UPDATE, PAUSE, RESUME, SLEEP, WAKE_UP, STATE, JOIN, LEAVE, ABORT_ALL)

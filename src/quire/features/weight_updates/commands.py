@@ -90,4 +90,5 @@ def encode(command: Command) -> Int32:
 
 def decode(line: Int32) -> Command:
     """Returns the command of a line, int32 [n]."""
-    return _decoder.decode(line.astype(np.uint8).tobytes())
+    command: Command = _decoder.decode(line.astype(np.uint8).tobytes())
+    return command

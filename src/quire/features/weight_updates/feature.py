@@ -25,7 +25,6 @@ from quire.features.call import UNREADY, WEIGHTS, CallType, NewsType
 from quire.features.loop_feature import EngineInterface, Failure, LoopFeature
 from quire.features.weight_updates.calls import (
     ABORT_ALL,
-    CAN_SLEEP,
     JOIN,
     LEAVE,
     PAUSE,
@@ -144,8 +143,13 @@ class WeightUpdates(Feature, LoopFeature):
 
     @property
     def waits(self) -> bool:
-        stopped = self._paused or bool(self._asleep) or bool(self._held)
-        return stopped or bool(self._calls or self._woken or self._failures)
+        news = self._calls or self._woken or self._failures or self._held
+        return self._stopped or bool(news)
+
+    @property
+    def _stopped(self) -> bool:
+        """Whether requests stand still until a call."""
+        return self._paused or bool(self._asleep)
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
         if self._calls:
@@ -175,7 +179,7 @@ class WeightUpdates(Feature, LoopFeature):
         self._woken += self._held
         self._held.clear()
         if hasattr(self, "_scheduler"):
-            self._scheduler.paused = self._paused or bool(self._asleep)
+            self._scheduler.paused = self._stopped
 
     def calls(self) -> Mapping[CallType[Any, Any], Callable[[EngineInterface, Any], Any]]:
         return {
@@ -189,7 +193,6 @@ class WeightUpdates(Feature, LoopFeature):
             ABORT_ALL: self._starts(self._abort),
             STATE: lambda engine, _: self.state(),
             HOLD: lambda engine, asked: self._hold(asked),
-            CAN_SLEEP: lambda engine, _: self._config.args.enable_sleep_mode,
         }
 
     def _starts(self, job: Callable[[Any], Job]) -> Callable[[EngineInterface, Any], Future[Any]]:
@@ -250,7 +253,7 @@ class WeightUpdates(Feature, LoopFeature):
         self._command = command
         while not self._hook.outcomes:
             yield
-        self._scheduler.paused = self._paused or bool(self._asleep)
+        self._scheduler.paused = self._stopped
         outcome = self._hook.outcomes.pop(0)
         if outcome.error is not None:
             raise outcome.error
@@ -267,7 +270,7 @@ class WeightUpdates(Feature, LoopFeature):
         try:
             names = yield from self._prepare(number, asked)
             yield from self._settle(asked.mode)
-        except BaseException:
+        except Exception:
             self._stats.failures += 1
             yield from self._drop(number)
             raise
@@ -321,7 +324,17 @@ class WeightUpdates(Feature, LoopFeature):
             self._hook.drop(number)
 
     def _settle(self, mode: str) -> Generator[None, None, None]:
-        """Lets running requests end, or ends them, as a mode says."""
+        """Lets running requests end, or ends them, as a mode says.
+
+        Raises:
+            RequestError: requests stand still, so they cannot end.
+        """
+        if mode == "wait" and self._stopped and self._begun():
+            raise RequestError(
+                "running requests cannot end while the engine is paused or asleep: resume it, or "
+                "choose the mode keep, retract or abort",
+                "mode",
+            )
         if mode == "wait":
             self._holding = True
             while self._begun():

@@ -216,7 +216,7 @@ class UpdateHook(HostHook):
             return _Prepared(stack.pop_all(), opened, update)
 
     def _write(self, number: int) -> int:
-        prepared = self._threads.pop(number).result()
+        prepared: _Prepared = self._threads.pop(number).result()
         with prepared.stack:
             prepared.update.write(prepared.source.stream)
             if self._device.type == "cuda":

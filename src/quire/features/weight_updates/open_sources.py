@@ -109,7 +109,7 @@ def _map_segment(stack: contextlib.ExitStack, name: str, *, pinned: bool) -> Ten
         raise ModelError(f"there is no shared memory segment {name!r} here ({error})") from None
     memory = torch.from_numpy(np.frombuffer(pages, dtype=np.uint8))
     if pinned:
-        runtime: Any = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             stack.callback(runtime.cudaHostUnregister, memory.data_ptr())
     return memory

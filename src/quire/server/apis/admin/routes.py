@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from quire.server.apis.admin import management, probes
 from quire.server.apis.admin.live import live
-from quire.server.apis.route import EVENTS, Route, check_admin
+from quire.server.apis.route import EVENTS, Route, Schema, check_admin
 
 _LIVE_QUERY = {
     "rate": {"type": "integer", "minimum": 1, "maximum": 10},
     "frames": {"type": "integer", "minimum": 0},
 }
-_TAGS = {"tags": {"type": "array", "items": {"type": "string", "enum": ["weights", "kv"]}}}
-_SLEEP = {
+_TAG: Schema = {"type": "string", "enum": ["weights", "kv"]}
+_TAGS: dict[str, Schema] = {"tags": {"type": "array", "items": _TAG}}
+_SLEEP: dict[str, Schema] = {
     "level": {"type": "integer", "minimum": 1, "maximum": 2},
     "mode": {"type": "string", "enum": ["abort", "wait", "keep", "retract"]},
     **_TAGS,
