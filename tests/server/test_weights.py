@@ -165,10 +165,9 @@ def test_a_group(server: Server, weights: list[dict[str, Tensor]], texts: list[l
         "success"
     ]
     answer = post(server, "/update_weights_from_distributed", body)
-    assert answer.json() == {
-        "success": False, "message": "this engine has not joined a group 'trainer'",
-        "weight_version": "", "num_paused_requests": 0,
-    }  # fmt: skip
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "this engine has not joined a group 'trainer'"
+    assert answer.json()["error"]["code"] == "weights_do_not_fit"
 
 
 def test_vllm_and_trl_names(

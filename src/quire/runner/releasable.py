@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import QuireError
+
+_log = logging.getLogger("quire.engine")
 
 _DONTNEED = 4
 """MADV_DONTNEED of Linux."""
@@ -221,7 +224,6 @@ class DeviceArena:
         self._driver = _DriverMemory(self._device.index)
         self._segments: dict[int, _Segment] = {}
         self._kept: list[tuple[Span, Tensor]] = []
-        self._error: QuireError | None = None
         allocate = ctypes.CFUNCTYPE(
             ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p
         )(self._allocate)
@@ -236,13 +238,7 @@ class DeviceArena:
     @contextlib.contextmanager
     def allocate(self) -> Iterator[None]:
         with torch.cuda.use_mem_pool(self._pool, self._device):
-            try:
-                yield
-            except Exception:
-                # PyTorch reports only that it got no memory.
-                if self._error is not None:
-                    raise self._error from None
-                raise
+            yield
 
     def _allocate(self, size: int, device: int, stream: int | None) -> int:
         """Returns the address of new memory, 0 after an error. PyTorch calls it."""
@@ -251,7 +247,7 @@ class DeviceArena:
             address = self._driver.reserve(size)
             self._segments[address] = _Segment(size, self._driver.map(address, size))
         except QuireError as error:
-            self._error = error
+            _log.warning("%s", error)  # PyTorch reports only that it got no memory.
             return 0
         return address
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import QuireError, RequestError
+from quire.errors import RequestError
 from quire.features.weight_updates import control
 from quire.features.weight_updates.calls import (
     ABORT_ALL,
@@ -42,7 +42,7 @@ from quire.features.weight_updates.payloads import (
     TensorEntry,
 )
 from quire.server.apis.route import Route, check_admin
-from quire.server.errors import ApiError, as_api_error
+from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
 from quire.server.http.query import Query
 from quire.server.http.sse import json_response
@@ -323,13 +323,8 @@ async def update_from_group(request: Request) -> Response:
 
 
 async def _update(request: Request, source: Source, body: _SGLangBody) -> Response:
-    """Updates the weights. SGLang's trainers read errors of updates from the answer's fields."""
     asked = UpdateWeights(source, body.mode, body.weight_version or "")
-    try:
-        state = await control.update(state_of(request).client, asked)
-    except QuireError as error:
-        failed = msgspec.json.encode(Success(False, str(error)))
-        return Response(failed, as_api_error(error).status, media_type="application/json")
+    state = await control.update(state_of(request).client, asked)
     return json_response(Success(True, "Succeeded to update model weights.", version_name(state)))
 
 
