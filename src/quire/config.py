@@ -413,6 +413,7 @@ class EngineConfig:
             for `dtype`.
         pooling: how embeddings are pooled.
         matryoshka: sizes that embeddings may be shortened to; () for any, None for no other size.
+        images: whether prompts may have images.
     """
 
     args: EngineArgs  # a module that makes a type of this one imports `EngineArgs` as well
@@ -429,6 +430,7 @@ class EngineConfig:
     hidden_size: int = 0
     pooling: Literal["last", "mean"] = "last"
     matryoshka: tuple[int, ...] | None = None
+    images: bool = False
 
     @property
     def eager(self) -> bool:

@@ -16,7 +16,7 @@ from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from quire.engine.loop.embedding import embed_all
-from quire.engine.loop.features import keyword_options, method_of_feature
+from quire.engine.loop.features import keyword_options, method_of_feature, open_prompt_reader
 from quire.engine.loop.output import (
     CompletionReader,
     CompletionUpdate,
@@ -29,11 +29,14 @@ from quire.engine.loop.prompts import (
     chat_prompts,
     max_total,
     one_each,
+    place_parts,
     prompt_ids,
+    prompt_parts,
     read_prompt,
 )
 from quire.engine.loop.terminal import interrupts_held, request_bar
 from quire.errors import RequestError, integer
+from quire.features.call import PromptInputs, PromptReader, split_options
 from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.request import Request, RequestOptions
@@ -56,6 +59,7 @@ class _Job:
         requests: the engine's requests, one per completion.
         readers: turn each completion's tokens into text. If the job is not `followed`, they read
             all tokens at the end.
+        inputs: the parts of the prompt that are no text, or None.
         about_prompt: collects the prompt's log-probabilities, or None.
         open: number of unfinished completions.
     """
@@ -66,6 +70,7 @@ class _Job:
     output: RequestOutput
     requests: list[Request]
     readers: list[CompletionReader]
+    inputs: PromptInputs | None
     about_prompt: PromptLogprobCollector | None
     open: int
 
@@ -109,7 +114,8 @@ class LLM:
         """Completes all prompts, in as few steps as fit; outputs in the order of the prompts.
 
         Args:
-            prompts: one prompt or many. A flat list of integers is one prompt.
+            prompts: one prompt or many. A flat list of integers is one prompt. A dict may have
+                images: {"prompt": text, "multi_modal_data": {"image": [...]}}.
             sampling_params: one for all prompts, or one for each. None means the defaults.
             use_tqdm: whether to show a progress bar on a terminal.
             priority: one for each prompt, lower first (scheduling_policy="priority").
@@ -254,6 +260,10 @@ class LLM:
         """Takes memory again. tags: what to take, by default all that was given up."""
         method_of_feature("wake_up")(self._core, tuple(tags))
 
+    @functools.cached_property
+    def _prompt_reader(self) -> PromptReader | None:
+        return open_prompt_reader(self.config)
+
     def get_tokenizer(self) -> Tokenizer:
         """Raises RequestError with skip_tokenizer_init."""
         if self._tokenizer is None:
@@ -287,8 +297,10 @@ class LLM:
                         self._core.step()
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
-        text, given = read_prompt(prompt)
-        ids = prompt_ids(given, params, self.config, self._tokenizer)
+        text, given = read_prompt(prompt, with_parts=True)
+        ids, inputs = prompt_ids(given, params, self.config, self._tokenizer), None
+        if parts := prompt_parts(prompt):
+            ids, inputs = place_parts(self._prompt_reader, ids, parts, self.config)
         self._count += 1
         listed = ids.tolist()
         outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -302,6 +314,7 @@ class LLM:
             output=RequestOutput(str(self._count), text, listed, outputs),
             requests=[],
             readers=[CompletionReader(i, listed, params, self._tokenizer) for i in range(params.n)],
+            inputs=inputs,
             about_prompt=about,
             open=params.n,
         )
@@ -311,6 +324,9 @@ class LLM:
     ) -> None:
         for job, priority, others in zip(jobs, priorities, options, strict=True):
             others["priority"] = priority
+            fields = {} if job.inputs is None else job.inputs.fields(job.ids)
+            further, given = split_options(fields)
+            others.update(further)
             job.requests = self._core.add(
                 job.output.request_id,
                 job.ids,
@@ -318,6 +334,8 @@ class LLM:
                 max_total=max_total(len(job.ids), job.params, self.config),
                 **others,
             )
+            for field, value in given:
+                self._core.give(job.output.request_id, field, value)
 
     def _run(
         self, jobs: list[_Job], advance: Callable[[], None], let_interrupt: Callable[[], None]

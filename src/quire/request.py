@@ -39,6 +39,7 @@ class RequestOptions(TypedDict, total=False):
     tenant: str
     share: float
     adapter: str
+    cache_ids: Int32
 
 
 class TokenBuffer:
@@ -100,6 +101,7 @@ class Request:
         charged: number of tokens charged to its tenant.
         leader: the sibling that computes their shared prompt (n > 1), or None.
         adapter: name of its LoRA adapter, or "".
+        prompt: int32 [prompt_len], the prompt as the model reads it, or None if `tokens` has it.
         lora_id: stands for the adapter's contents; 0 without one. Set before the request is queued.
         weights: id of the weights at its start, or "" for those that the engine began with. While
             it waits, the id of the present weights.
@@ -131,6 +133,7 @@ class Request:
         "params",
         "pooling",
         "priority",
+        "prompt",
         "prompt_len",
         "prompt_logprobs_done",
         "request_id",
@@ -162,10 +165,12 @@ class Request:
         tenant: str = "",
         share: float = 1.0,
         adapter: str = "",
+        cache_ids: Int32 | None = None,
     ) -> None:
         self.request_id = request_id
         self._counts: Int32 = np.zeros(3, dtype=np.int32)
-        self.tokens = TokenBuffer(prompt, self._counts[:1])
+        self.tokens = TokenBuffer(prompt if cache_ids is None else cache_ids, self._counts[:1])
+        self.prompt = None if cache_ids is None else prompt
         self.prompt_len = len(prompt)
         self.params = params
         self.max_total = max_total
@@ -243,6 +248,19 @@ class Request:
         """Returns pairs (version, tokens) for all of its tokens, the last of `version`."""
         count = self.num_output_tokens - sum(tokens for _, tokens in self.version_runs)
         return [*self.version_runs, (version, count)]
+
+    def as_read(self, tokens: Int32) -> Int32:
+        """Returns the request's first tokens as the model reads them.
+
+        The KV cache may know positions of the prompt by other ids (`cache_ids`), because tokens
+        alone do not tell what they stand for.
+
+        Args:
+            tokens: int32 [n], from `self.tokens`.
+        """
+        if self.prompt is None:
+            return tokens
+        return np.concatenate([self.prompt[: len(tokens)], tokens[self.prompt_len :]])
 
     @property
     def num_output_tokens(self) -> int:

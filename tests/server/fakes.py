@@ -36,6 +36,7 @@ class FakeClient:
     silence: float = 0.0
     asleep: bool = False
     tokenizer: Any = None
+    prompt_reader: Any = None
     adapters: tuple[str, ...] = ()
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[tuple[Any, SamplingParams]] = field(default_factory=list)

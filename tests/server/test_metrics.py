@@ -20,6 +20,7 @@ from quire.engine.loop.stats import EngineStats, RankStats
 from quire.engine.loop.telemetry import Histogram, Telemetry
 from quire.features.disaggregation.stats import DisaggStats
 from quire.features.expert_balance.stats import ExpertStats
+from quire.features.images.stats import ImageStats
 from quire.features.kv_offload.stats import TierStats
 from quire.features.speculation.stats import SourceStats, SpeculationStats
 from quire.features.structured_output.stats import GrammarStats
@@ -82,6 +83,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         disagg=DisaggStats(),
         adapters=dict.fromkeys(ADAPTERS, 0.0),
         grammars=GrammarStats(),
+        images=ImageStats(),
         speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
         ranks=[RankStats(1, 0.5, 2, 3)],
         experts=ExpertStats(5.0, 4.0, 1),

@@ -345,7 +345,7 @@ def test_results_find_their_calls() -> None:
         {"role": "tool", "content": "3"},
         {"role": "tool", "content": "4"},
     ]
-    shaped = messages_of([OllamaMessage.model_validate(message) for message in given])
+    shaped = messages_of([OllamaMessage.model_validate(message) for message in given], [])
     ids = [entry["id"] for entry in shaped[0]["tool_calls"]]
     assert ids == ["call_0", "call_1", "own"]
     assert [entry["tool_call_id"] for entry in shaped[1:]] == ["call_1", "own", "call_0", "call"]

@@ -111,13 +111,13 @@ def test_bad_messages(messages: Any, param: str, code: str) -> None:
     assert_error(post("/v1/chat/completions", {"messages": messages}, client), 400, param, code)
 
 
-def test_only_text_parts() -> None:
-    part = {"type": "image_url", "image_url": {"url": "x"}}
-    body = {"messages": [{"role": "user", "content": [part]}]}
+@pytest.mark.parametrize("kind", ["video_url", "input_audio", "audio_url", "file"])
+def test_only_text_and_images(kind: str) -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": "x"}}]}]}
     response = post("/v1/chat/completions", body, FakeClient(tokenizer=PlainTokenizer()))
     assert response.status_code == 400
     assert_error(response, 400, "messages[0].content[0]", "unsupported_parameter")
-    assert "image_url" in response.json()["error"]["message"]
+    assert kind in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

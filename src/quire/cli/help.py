@@ -93,8 +93,9 @@ _SHOW_ALL = "quire.help_all"
 
 
 SUBJECTS = (
-    "Model", "Address", "Access", "API", "Device and memory", "Scheduling", "Speculative decoding",
-    "Kernels", "Processes", "Prefill and decode apart", "Watching", "Sampling",
+    "Model", "Address", "Access", "API", "Device and memory", "Scheduling", "Images",
+    "Speculative decoding", "Kernels", "Processes", "Prefill and decode apart", "Watching",
+    "Sampling",
 )  # fmt: skip
 """The panels of the help, in order. Each setting names its own where it is declared."""
 

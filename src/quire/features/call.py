@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
-from quire.arrays import decode_array, encode_array
+from quire.arrays import Int32, decode_array, encode_array
 from quire.config import EngineConfig
 from quire.errors import QuireError, RequestError
+from quire.request import RequestOptions
 from quire.sampling_params import SamplingParams
 
 Asked = TypeVar("Asked")
@@ -122,12 +123,81 @@ class Begun:
     end: Future[Any]
 
 
+def split_options(
+    values: Mapping[RequestField[Any], Any],
+) -> tuple[RequestOptions, list[tuple[RequestField[Any], Any]]]:
+    """Returns the values for features: those that are options of `Request`, and all others."""
+    options = {field.option: value for field, value in values.items() if field.option is not None}
+    others = [(field, value) for field, value in values.items() if field.option is None]
+    return cast("RequestOptions", options), others
+
+
 class RequestCheck(Protocol):
     """Checks requests in the process where they arrive. `check` raises RequestError."""
 
     async def check(self, params: SamplingParams) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """A part of a prompt that is no text.
+
+    Attributes:
+        kind: what it is: "image".
+        source: its bytes, a URL, or an object of the caller's.
+        param: the request's field that has it, for errors.
+        detail: how much of it the model should see.
+    """
+
+    kind: str
+    source: Any
+    param: str
+    detail: str = "auto"
+
+
+class PromptInputs(Protocol):
+    """The parts of a prompt that are no text, at their places among its tokens."""
+
+    def cache_ids(self, ids: Int32) -> Int32:
+        """Returns the ids by which the KV cache knows the prompt `ids`, int32 [n] both."""
+        ...
+
+    def fields(self, ids: Int32) -> Mapping[RequestField[Any], Any]:
+        """Returns what the request of the prompt `ids` carries."""
+        ...
+
+    def shifted(self, count: int) -> PromptInputs:
+        """Returns the parts of a prompt that has `count` more tokens in front."""
+        ...
+
+
+class PromptReader(Protocol):
+    """Reads parts of prompts that are no text, in the process where prompts arrive.
+
+    All methods but `load` may take long. They raise RequestError, which names the part's field.
+    """
+
+    async def load(self, parts: Sequence[PromptPart]) -> Sequence[Any]:
+        """Reads parts, off the event loop."""
+        ...
+
+    def read(self, parts: Sequence[PromptPart]) -> Sequence[Any]:
+        """Reads parts in the caller's thread."""
+        ...
+
+    def place(self, ids: Int32, parts: Sequence[Any]) -> tuple[Int32, PromptInputs]:
+        """Makes room for parts among a prompt's tokens.
+
+        Args:
+            ids: int32 [n], with one token in place of each part.
+            parts: what `load` or `read` has returned, in the order of their places.
+
+        Returns:
+            The prompt with as many tokens as the model sees of each part, and the parts.
+        """
+        ...
 
 
 class NamedModels(Protocol):

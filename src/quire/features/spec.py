@@ -33,6 +33,7 @@ class FeatureSpec:
 
         args: its class of settings, a `FeatureArgs`.
         enabled: returns whether settings (`EngineArgs`) ask for the feature.
+        needed: returns whether the model of an `EngineConfig` asks for the feature.
         check: refuses settings of an engine that has the feature. Arguments: `EngineArgs`, a
             `ModelSpec`, the device's name.
         whole_steps: ends the error "is not supported with ..." of an engine that computes steps as
@@ -50,6 +51,7 @@ class FeatureSpec:
 
         requested: returns whether a request asks for the feature. None: no request can.
         request_check: makes a `RequestCheck` from an `EngineConfig`, in each API process.
+        prompts: makes a `PromptReader` from an `EngineConfig`, in processes where prompts arrive.
         keywords: functions by keyword of `LLM.generate`. Arguments: the loop, the keyword's value,
             the number of prompts. They return a `RequestOptions` for each prompt.
         methods: functions by method of `LLM`. Arguments: the loop, then the method's own.
@@ -70,6 +72,7 @@ class FeatureSpec:
     order: int = ANYWHERE
     args: str = ""
     enabled: Callable[[Any], bool] = lambda args: False
+    needed: Callable[[Any], bool] = lambda config: False
     check: str = ""
     whole_steps: str = ""
     own_logits: bool = False
@@ -79,6 +82,7 @@ class FeatureSpec:
     serving: str = ""
     serves: bool = False
     request_check: str = ""
+    prompts: str = ""
     calls: str = ""
     fields: str = ""
     stats: str = ""

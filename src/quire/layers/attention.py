@@ -199,12 +199,15 @@ class Attention(nn.Module):
         spec = self.spec
         tokens = len(qkv)
         rotary = self._rotary[0]
+        cos_sin, positions = None, batch.positions
+        if rotary is not None:
+            cos_sin, positions = rotary.lookup(batch)
         q = ops.qk_norm_rope_store(
             qkv.view(tokens, -1, spec.head_dim),
             kv,
-            positions=batch.positions,
+            positions=positions,
             slots=group.slots,
-            cos_sin=None if rotary is None else rotary.cos_sin,
+            cos_sin=cos_sin,
             q_weight=None if self.q_norm is None else self.q_norm.weight,
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if spec.qk_norm is None else spec.qk_norm.eps,

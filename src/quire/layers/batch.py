@@ -29,6 +29,26 @@ class GroupBatch:
 
 
 @dataclass(slots=True)
+class GivenRows:
+    """Embeddings of a step's tokens that are not in the vocabulary, such as an encoder's outputs.
+
+    Attributes:
+        source: int32 [T], a row of `values` for each token, -1 for tokens of the vocabulary.
+        values: [N, hidden_size * parts]. The first part is the token's embedding. Part n is added
+            to the residual stream after layer n, counted from 1 (DeepStack, Meng et al. 2024).
+        parts: number of parts.
+    """
+
+    source: Tensor
+    values: Tensor
+    parts: int = 1
+
+    def part(self, number: int) -> Tensor:
+        """Returns the rows of one part, a view [N, hidden_size]."""
+        return self.values.chunk(self.parts, dim=1)[number]
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """T tokens of R rows. Rows lie one after the other; tokens after the last row are padding.
 
@@ -42,6 +62,10 @@ class ForwardBatch:
         q_lens: number of tokens of each row, known to the host.
         max_q_len: upper bound of `q_lens`, for launch shapes.
         max_seq_len: upper bound of `seq_lens`, for launch shapes.
+        given: embeddings from outside of the vocabulary, or None.
+        rotary: int32 [3, T], rotary positions of models with `RopeSpec.sections`. None: they equal
+            `positions`.
+        angles: tables of cosines and sines for this step, see `RotaryTable.prepare`.
     """
 
     input_ids: Tensor
@@ -52,3 +76,6 @@ class ForwardBatch:
     q_lens: tuple[int, ...]
     max_q_len: int
     max_seq_len: int
+    given: GivenRows | None = None
+    rotary: Tensor | None = None
+    angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -17,11 +17,12 @@ from quire.layers.parameter_slice import ParameterSlice
 from quire.ops.experts import ExpertWeights, expands
 from quire.quantization import CheckpointTensor, ProjectionShare, Quantization, Range, Scheme
 
-Layout = Literal["each", "fused", "interleaved"]
+Layout = Literal["each", "fused", "transposed", "interleaved"]
 """Layout of experts in a checkpoint.
 
 "each": one tensor for each projection of each expert.
 "fused": one tensor for all experts, [experts, outputs, inputs]; all gates come first, then all ups.
+"transposed": as "fused", but float tensors are [experts, inputs, outputs].
 "interleaved": one tensor for all experts, in which gates and ups alternate. Float tensors are
 [experts, inputs, outputs].
 """
@@ -213,7 +214,7 @@ class ExpertLinear(nn.Module):
         """Yields this rank's part of each of the checkpoint's tensors."""
         if self.layout == "each":
             yield from self._separate_slices()
-        elif self.layout == "fused":
+        elif self.layout in ("fused", "transposed"):
             for place in range(len(self.names)):
                 yield from self._fused_slices(place)
         else:
@@ -280,23 +281,52 @@ class ExpertLinear(nn.Module):
         rows = before + self.shard.rows[0], before + self.shard.rows[1]
         share = ProjectionShare(rows, self.shard.columns, whole, self.shard.inputs)
         for stored in self.scheme.stored:
-
-            def write(part: Tensor, start: int, stored: CheckpointTensor = stored) -> None:
-                for expert, own in enumerate(part, start):
-                    stored.write(self._rows(expert, place), own, 0, share)
-
-            yield ParameterSlice(
-                f"{prefix}{stored.name}",
-                (self.shard.count, *stored.shape(whole, self.shard.inputs)),
-                (self.shard.experts, *stored.ranges(share)),
-                write,
-                self.weight.values.device,
-                stored.dtypes,
-            )
+            name = f"{prefix}{stored.name}"
+            part = self._fused_slice(name, place, stored, share, turned=False)
+            if self.layout == "transposed" and stored.name == "weight":
+                # transformers 5 saves some models in its own layout.
+                turned = self._fused_slice(name, place, stored, share, turned=True)
+                part = replace(turned, other=part)
+            yield part
         bias = self._biases(place)
         if bias is not None:
             shape, ranges = (self.shard.count, whole), (self.shard.experts, rows)
             yield ParameterSlice.for_tensor(f"{prefix}bias", bias, shape, ranges)
+
+    def _fused_slice(
+        self,
+        name: str,
+        place: int,
+        stored: CheckpointTensor,
+        share: ProjectionShare,
+        *,
+        turned: bool,
+    ) -> ParameterSlice:
+        """Returns this rank's part of one projection in a tensor of all experts.
+
+        Args:
+            name: name of the tensor below this module.
+            place: index of the projection.
+            stored: how an expert's part of the tensor becomes part of the weight.
+            share: this rank's share of all projections in the tensor.
+            turned: whether the tensor is [experts, inputs, outputs].
+        """
+        shape, ranges = stored.shape(share.outputs, share.inputs), stored.ranges(share)
+        if turned:
+            shape, ranges = shape[::-1], ranges[::-1]
+
+        def write(part: Tensor, start: int) -> None:
+            for expert, own in enumerate(part, start):
+                stored.write(self._rows(expert, place), own.t() if turned else own, 0, share)
+
+        return ParameterSlice(
+            name,
+            (self.shard.count, *shape),
+            (self.shard.experts, *ranges),
+            write,
+            self.weight.values.device,
+            stored.dtypes,
+        )
 
     def _interleaved_slice(self, stored: CheckpointTensor) -> ParameterSlice:
         share, turns = self.shard.share(), len(self.names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class ParameterSlice:
         device: holds the parameter.
         dtypes: the checkpoint's tensor must have one of them.
         initial: content without a checkpoint (`--load-format dummy`).
+        other: the slice for checkpoints with the tensor in another layout, or None. The tensor's
+            shape tells which layout it has; if both have that shape, it is this one.
     """
 
     name: str
@@ -34,6 +36,7 @@ class ParameterSlice:
     device: torch.device
     dtypes: frozenset[torch.dtype] = FLOATS
     initial: Literal["random", "ones", "zeros"] = "random"
+    other: ParameterSlice | None = None
 
     @classmethod
     def for_tensor(
@@ -73,6 +76,22 @@ class ParameterSlice:
 @runtime_checkable
 class Loadable(Protocol):
     def slices(self) -> Iterator[ParameterSlice]: ...
+
+
+class LoadableModel(nn.Module):
+    """A model whose parameters come from a checkpoint.
+
+    Attributes:
+        spec: describes the model.
+    """
+
+    spec: Any
+
+    def finish(self) -> None:
+        """Ends loading: calls `finish` of all submodules that have it."""
+        for module in self.modules():
+            if module is not self and callable(finish := getattr(module, "finish", None)):
+                finish()
 
 
 def named_slices(model: nn.Module) -> Iterator[tuple[str, ParameterSlice]]:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quire import ops
+from quire.layers.batch import ForwardBatch
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
@@ -81,12 +84,15 @@ class RopeSpec:
         rotary_dim: number of dimensions that are rotated.
         scaling: extension of the context, or None.
         interleaved: a pair is dimensions 2i and 2i + 1 instead of i and i + rotary_dim / 2.
+        sections: which of three positions (time, row, column) turns each pair, or None if tokens
+            have one position.
     """
 
     theta: float
     rotary_dim: int
     scaling: Scaling | None = None
     interleaved: bool = False
+    sections: tuple[int, ...] | None = None
 
 
 def scaled_frequencies(spec: RopeSpec, scaling: Scaling, periods: Tensor) -> Tensor:
@@ -145,9 +151,11 @@ class RotaryTable(nn.Module):
 
     Attributes:
         cos_sin: float32 [positions, rotary_dim], the cosines of all pairs, then their sines.
+        sections: int32 [rotary_dim / 2], see `RopeSpec`, or None.
     """
 
     cos_sin: Tensor
+    sections: Tensor | None
 
     def __init__(self, spec: RopeSpec, positions: int, *, device: torch.device) -> None:
         super().__init__()
@@ -161,3 +169,17 @@ class RotaryTable(nn.Module):
             if isinstance(spec.scaling, YarnScaling | FactorScaling):
                 table *= spec.scaling.attention_factor
         self.register_buffer("cos_sin", table.to(device), persistent=False)
+        parts = spec.sections
+        sections = None if parts is None else torch.tensor(parts, dtype=torch.int32, device=device)
+        self.register_buffer("sections", sections, persistent=False)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Makes the table of a step whose tokens have three positions, for all layers."""
+        if batch.rotary is not None and self.sections is not None:
+            table = ops.section_rotary(self.cos_sin, batch.rotary, self.sections)
+            rows = torch.arange(len(table), dtype=torch.int32, device=table.device)
+            batch.angles[self] = table, rows
+
+    def lookup(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Returns a table of cosines and sines, and each token's row in it, int32 [T]."""
+        return batch.angles.get(self) or (self.cos_sin, batch.positions)

@@ -89,11 +89,11 @@ def load_config(path: str | Path, name: str = "config.json") -> dict[str, Any]:
     return config
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Returns the architecture that config.json describes.
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Returns the family of the architecture that config.json names.
 
     Raises:
-        ModelError: the architecture is unknown, or a value is invalid or not supported.
+        ModelError: the architecture is unknown.
     """
     names = [str(name) for name in settings.several(config, "architectures")]
     known = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
@@ -103,6 +103,16 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(
             f"unknown architecture: {found}; supported: {', '.join(sorted(ARCHITECTURES))}"
         )
+    return family
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Returns the architecture that config.json describes.
+
+    Raises:
+        ModelError: the architecture is unknown, or a value is invalid or not supported.
+    """
+    family = family_of(config)
     if "text_config" in config:
         config = text_config(config)
     unsupported.check(config, family.implements)

@@ -15,6 +15,7 @@ from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from quire.layers.layout import MixerLayout, block_bytes
+from quire.layers.parameter_slice import LoadableModel
 from quire.layers.residual import Residual
 from quire.layers.rotary import RopeSpec, RotaryTable
 from quire.models.general_block import general_block
@@ -46,7 +47,7 @@ class Block(nn.Module):
         return max(mixer, mlp)
 
 
-class DecoderLayers(nn.Module):
+class DecoderLayers(LoadableModel):
     """The layers of a model, and the layout of their KV.
 
     Attributes:
@@ -55,6 +56,7 @@ class DecoderLayers(nn.Module):
         gives_logits: whether this process has the head. Only the last stage of a pipeline has it.
     """
 
+    spec: ModelSpec
     gives_logits = True
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
@@ -137,9 +139,17 @@ class DecoderLayers(nn.Module):
         if len(hidden) >= self.group.halves_from:
             layers_for = functools.partial(self.layers_for, kv=kv, shallow=shallow)
             return run_halves(self.group, hidden, batch, layers_for)
+        for table in self.rotary:
+            cast(RotaryTable, table).prepare(batch)
         x = Residual(hidden)
-        for layer, group, cache in self.layers_for(batch, kv, shallow):
+        deep = 0 if batch.given is None else batch.given.parts - 1
+        for index, (layer, group, cache) in zip(
+            self.own, self.layers_for(batch, kv, shallow), strict=False
+        ):
             x = layer(x, batch, group, cache)
+            if index < deep and batch.given is not None:
+                given = batch.given
+                x = Residual(ops.add_rows(x.total(), given.source, given.part(index + 1)))
         return x.total()
 
     def layers_for(self, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> list[Any]:
@@ -152,12 +162,6 @@ class DecoderLayers(nn.Module):
         groups = [batch.groups[index] for index in self._layer_groups]
         own = self.own[: self._shallow] if shallow else self.own
         return [(self.layers[i], groups[i], cache) for i, cache in zip(own, kv, strict=False)]
-
-    def finish(self) -> None:
-        """Ends loading: calls `finish` of all submodules that have it."""
-        for module in self.modules():
-            if module is not self and callable(finish := getattr(module, "finish", None)):
-                finish()
 
 
 class Decoder(DecoderLayers):
@@ -200,6 +204,8 @@ class Decoder(DecoderLayers):
             embedded = embedded.mul_(self._embedding_scale)
         if self.positions is not None:
             embedded = embedded.add_(self.positions(batch.positions))
+        if batch.given is not None:
+            embedded = ops.replace_rows(embedded, batch.given.source, batch.given.part(0))
         return embedded
 
     def leave(self, hidden: Tensor) -> Tensor:

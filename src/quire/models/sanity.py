@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.layers.expert_weights import ExpertLinear
 from quire.layers.linear import Linear
-from quire.models.decoder import DecoderLayers
+from quire.layers.parameter_slice import LoadableModel
 from quire.models.families.family import Family
 from quire.ops import Weight
 from quire.ops.reference.quantized import dequantize
@@ -47,7 +47,7 @@ class SampledOutputs:
 
 @torch.inference_mode()
 def check_weights(
-    model: DecoderLayers, family: Family, modules: Collection[str] | None = None
+    model: LoadableModel, family: Family, modules: Collection[str] | None = None
 ) -> None:
     """Checks a sample of outputs from each quantized projection, including those of experts.
 

@@ -28,6 +28,8 @@ from quire.models.weights import (
     check_tensors,
     check_tied,
     fill,
+    in_layout,
+    is_tied,
     load_weights,
     places_of,
 )
@@ -68,7 +70,7 @@ class WeightUpdate:
         self.model, self.family = model, family
         self._places = places_of(model, family)
         self._found = check_tensors(
-            files, self._places, family, tied=model.spec.tied_head, partial=not whole
+            files, self._places, family, tied=is_tied(model), partial=not whole
         )
         if not self._found:
             raise ModelError("an update needs at least one tensor of the model")
@@ -143,6 +145,10 @@ class WeightUpdate:
         with torch.inference_mode(), _original_order(self._modules.values()):
             # The slices of layers in another order have changed.
             places = places_of(self.model, self.family)
+            for name, entry in self._found.items():
+                if name in places:
+                    shape = tuple(entry.file.get_slice(entry.name).get_shape())
+                    places[name] = in_layout(places[name], shape)
             if tensors is not None:
                 self._write_in_order(tensors, places)
             else:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.layers.parameter_slice import ParameterSlice, named_slices
+from quire.layers.parameter_slice import LoadableModel, ParameterSlice, named_slices
 from quire.models.config import family_named
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.models.dummy import fill_dummy
@@ -36,7 +36,7 @@ _CHUNK = 32 << 20
 
 
 def load_weights(
-    model: DecoderLayers,
+    model: LoadableModel,
     path: str | Path,
     load_format: str = "auto",
     seed: int = 0,
@@ -69,7 +69,7 @@ def load_weights(
         # A GGUF file names tensors after the model's parameters, for models of every family.
         family = getattr(files[0], "family_for", lambda model, own: own)(model, family)
         places = places_of(model, family)
-        found = check_tensors(files, places, family, tied=model.spec.tied_head)
+        found = check_tensors(files, places, family, tied=is_tied(model))
         total = sum(entry.nbytes for entry in found.values())
         with ThreadPoolExecutor(READERS) as pool:
             copies = [
@@ -112,10 +112,15 @@ class StoredTensor:
     nbytes: int
 
 
-def places_of(model: DecoderLayers, family: Family) -> dict[str, list[SlicePlace]]:
+def is_tied(model: LoadableModel) -> bool:
+    """Returns whether the model's head shares the weights of its embeddings."""
+    return isinstance(model, DecoderLayers) and model.spec.tied_head
+
+
+def places_of(model: LoadableModel, family: Family) -> dict[str, list[SlicePlace]]:
     places: dict[str, list[SlicePlace]] = {}
     for name, part in named_slices(model):
-        if name == "head.weight" and model.spec.tied_head:
+        if name == "head.weight" and is_tied(model):
             name = "embedding.weight"
         source = family.source(model.spec, name)
         places.setdefault(source.name, []).append(SlicePlace(part, source))
@@ -134,7 +139,7 @@ def check_tensors(
 
     Args:
         files: open files.
-        places: places of all tensors, by canonical name.
+        places: places of all tensors, by canonical name. The call chooses their layouts.
         family: names the tensors.
         tied: whether the head may repeat the embeddings.
         partial: whether the files may hold only some of the tensors.
@@ -158,6 +163,8 @@ def check_tensors(
                 continue
             view = file.get_slice(stored_name)
             shape, dtype = tuple(view.get_shape()), DTYPES.get(view.get_dtype())
+            if wanted is not None:
+                wanted = places[name] = in_layout(wanted, shape)
             expected = shape if wanted is None else _stored_shape(wanted)
             known = FLOATS if wanted is None else wanted[0].slice.dtypes
             if shape != expected and shape != (*expected, 1):
@@ -172,9 +179,22 @@ def check_tensors(
     missing = [name for name in places if name not in found and not partial]
     problems = [f"missing tensor {name}" for name in missing] + problems
     if problems:
-        unfit = "an update does not fit the model" if partial else "the checkpoint does not fit its"
-        raise ModelError(f"{unfit}{'' if partial else ' config.json'}: {first_few(problems)}")
+        what = "an update does not fit the model"
+        if not partial:
+            what = "the checkpoint does not fit its config.json"
+        raise ModelError(f"{what}: {first_few(problems)}")
     return found
+
+
+def in_layout(places: list[SlicePlace], shape: tuple[int, ...]) -> list[SlicePlace]:
+    """Returns the places of a tensor of this shape: in the slices' own layout or in their other."""
+    others = [
+        SlicePlace(place.slice.other, place.source)
+        for place in places
+        if place.slice.other is not None
+    ]
+    fits = len(others) == len(places) and shape == _stored_shape(others)
+    return others if fits and shape != _stored_shape(places) else places
 
 
 def _stored_shape(places: list[SlicePlace]) -> tuple[int, ...]:

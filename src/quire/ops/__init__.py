@@ -13,6 +13,7 @@ from quire.ops.rows import Drafts, Expanded, LogitRows, StepRows
 from quire.ops.weight import Weight, WeightFormat
 
 activate = op(reference.activate)
+add_rows = op(reference.add_rows)
 adjust = op(reference.adjust)
 attention_schedule = op(reference.attention_schedule)
 collect_rows = op(reference.collect_rows)
@@ -25,15 +26,18 @@ linear = op(reference.linear)
 paged_attention = op(reference.paged_attention)
 place_drafts = op(reference.place_drafts)
 qk_norm_rope_store = op(reference.qk_norm_rope_store)
+replace_rows = op(reference.replace_rows)
 rms_norm = op(reference.rms_norm)
 sample = op(reference.sample)
 scatter = op(reference.scatter)
+section_rotary = op(reference.section_rotary)
 token_logprobs = op(reference.token_logprobs)
 
 __all__ = [
     "Activation", "Drafts", "Expanded", "KVFormat", "KVLayer", "LogitRows", "Policy", "RmsScale",
-    "Scratch", "StepRows", "Weight", "WeightFormat", "activate", "adjust", "attention_schedule",
-    "collect_rows", "copy_blocks", "current_policy", "embedding", "expand_rows", "finish_rows",
-    "kv_format", "layer_norm", "linear", "op", "paged_attention", "place_drafts",
-    "qk_norm_rope_store", "rms_norm", "sample", "scatter", "token_logprobs", "use_policy",
+    "Scratch", "StepRows", "Weight", "WeightFormat", "activate", "add_rows", "adjust",
+    "attention_schedule", "collect_rows", "copy_blocks", "current_policy", "embedding",
+    "expand_rows", "finish_rows", "kv_format", "layer_norm", "linear", "op", "paged_attention",
+    "place_drafts", "qk_norm_rope_store", "replace_rows", "rms_norm", "sample", "scatter",
+    "section_rotary", "token_logprobs", "use_policy",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ the graphs of both can share their memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,12 +89,14 @@ class BoundModel:
         shape: BodyShape,
         *,
         drafts: Drafts | None = None,
+        change: Callable[[ForwardBatch], None] | None = None,
         **inputs: Any,
     ) -> Tensor:
         """Computes the rows' tokens, and fills in `logit_rows`. Returns hidden states [T, width].
 
         Args:
             drafts: the claims after `place_drafts`, or None if no row has drafts.
+            change: changes the batch before the model gets it.
             inputs: further inputs of the model.
         """
         state = self.state
@@ -123,6 +125,8 @@ class BoundModel:
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,
         )
+        if change is not None:
+            change(batch)
         hidden: Tensor = self.model(batch, self.layers, **inputs)
         return hidden
 
@@ -168,7 +172,14 @@ class StepProgram:
         logit_rows = state.logit_rows  # All of them, because heads may be padded more than bodies.
         for hook in self.hooks:
             hook.body(rows, shape.tokens, shape.altered)
-        hidden = self.bound.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
+
+        def change(batch: ForwardBatch) -> None:
+            for hook in self.hooks:
+                hook.batch(rows, batch, shape.altered)
+
+        hidden = self.bound.forward(
+            rows, logit_rows, shape, drafts=drafts, change=change, shallow=shallow
+        )
         ops.collect_rows(hidden, rows, logit_rows, position, self.last, self.hidden, self.held)
 
     def head(self, shape: HeadShape) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.arrays import Int32
-from quire.cache import BlockManager
+from quire.cache import BlockManager, Match
 from quire.config import SchedulerConfig
 from quire.errors import OverloadedError, RefusedError, RequestError
 from quire.request import Request
@@ -42,6 +42,8 @@ class Admission:
         self._running = running
         self._features = features
         self._full_step = full_step
+        self.blocks_missing = False
+        """Whether the last `book` found too few blocks."""
 
     def check(self, request: Request) -> None:
         """Refuses a request that could not run at its longest length, `max_total`.
@@ -146,7 +148,7 @@ class Admission:
             tokens: int32 [known].
             budget: most tokens of the row.
         """
-        lane = self._running.lanes.next_free
+        lane, self.blocks_missing = self._running.lanes.next_free, False
         # Keep one spare block for each running request. Otherwise the new request could be
         # preempted at once.
         spare = len(self._running)
@@ -157,7 +159,7 @@ class Admission:
                 lane, request.namespace, parent.lane, shared, request.known, spare
             ):
                 return PrefillChunk(request, shared, 1, forked=True)
-        match = self._blocks.match(request.namespace, tokens, self._limit(request))
+        match = self._match(request, tokens)
         start = match.length
         length = self._running.chunk_length(request, request.known - start, budget)
         while length > 0:
@@ -171,10 +173,19 @@ class Admission:
                 spare=spare,
             ):
                 return PrefillChunk(request, start, length)
+            self.blocks_missing = True
             # If no other request runs, a window group has too few blocks for such a long row. A
             # shorter row fits.
             length = 0 if spare else length // 2
         return None
+
+    def _match(self, request: Request, tokens: Int32) -> Match:
+        """Returns the longest cached prefix from which the request can go on."""
+        limit = self._limit(request)
+        match = self._blocks.match(request.namespace, tokens, limit)
+        while (kept := self._features.reusable(request, match.length)) < match.length:
+            match = self._blocks.match(request.namespace, tokens, kept)
+        return match
 
     def _forkable_leader(self, request: Request, step_id: int) -> Request | None:
         """Returns the sibling whose blocks hold this request's whole prompt before this step."""

@@ -61,7 +61,8 @@ class Feature:
     def reusable(self, request: Request, n: int) -> int:
         """Returns how many of its first `n` tokens a request may take from the cache.
 
-        The number is below `n` if the feature needs hidden states of earlier positions.
+        The number is below `n` if the feature needs hidden states of earlier positions, or if the
+        request cannot go on from position `n`. The scheduler asks again about each shorter prefix.
         """
         return n
 
@@ -76,6 +77,18 @@ class Feature:
         return params
 
     # -- a step --------------------------------------------------------------------------------
+
+    def prompt_end(self, request: Request, start: int, end: int) -> int:
+        """Returns the position, from `start` to `end`, at which the next step ends its part of the
+        prompt. With `start`, the step leaves the request out.
+
+        The scheduler may drop the row afterwards; `plan` shows the rows of the step.
+
+        Args:
+            start: the first position that the step would compute.
+            end: the end of the positions that fit the step.
+        """
+        return end
 
     @property
     def proposes_drafts(self) -> bool:
@@ -326,6 +339,16 @@ class FeatureSet:
         for reusable in self._calls["reusable"]:
             n = min(n, reusable(request, n))
         return n
+
+    @property
+    def limits_prompts(self) -> bool:
+        """Whether any feature ends parts of prompts."""
+        return bool(self._calls["prompt_end"])
+
+    def prompt_end(self, request: Request, start: int, end: int) -> int:
+        for prompt_end in self._calls["prompt_end"]:
+            end = prompt_end(request, start, end)
+        return end
 
     def device_params(self, request: Request) -> SamplingParams:
         params = request.params

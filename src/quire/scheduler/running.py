@@ -217,10 +217,12 @@ class RunningSet:
         Without chunked prefill a prompt is computed whole. After a preemption it may be split,
         because the prompt and the output together may exceed a step.
         """
-        if remaining <= budget:
-            return remaining
+        length = min(remaining, max(budget, 0))
+        if length and self._features.limits_prompts:
+            start = request.known - remaining
+            length = self._features.prompt_end(request, start, start + length) - start
         split = self._config.enable_chunked_prefill or request.num_preemptions
-        return max(budget, 0) if split else 0
+        return length if split or length == remaining else 0
 
     def book(self, rows: DecodeRows, chunks: list[PrefillChunk]) -> bool:
         """Books blocks for all tokens of these rows, or returns False and books none."""

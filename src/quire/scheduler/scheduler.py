@@ -377,8 +377,7 @@ class Scheduler:
                 continue
             chunk = self._admission.book(request, tokens, budget, self._step_id)
             if chunk is None:
-                whole = not self._config.enable_chunked_prefill and request.known > budget
-                self._blocked_head = None if whole else request
+                self._blocked_head = request if self._admission.blocks_missing else None
                 return
             self._order.pop(request)
             self._running.add(request, chunk.start)

@@ -210,7 +210,7 @@ def make_admit(request: Request, tokens: Int32, computed: int, params: SamplingP
         lane=request.lane,
         lane_epoch=request.lane_epoch,
         request_id=request.request_id,
-        tokens=tokens,
+        tokens=request.as_read(tokens),
         prompt_len=request.prompt_len,
         computed=computed,
         max_total=request.max_total,

@@ -74,6 +74,7 @@ def build_app(
     app.state.batches = None
     if batch_store is not None:
         app.state.batches = BatchService(app, state, batch_store)
+        state.file_path = batch_store.path
     _add_routes(app, active_settings(args), playground=args.playground)
     if args.playground:
         app.state.live_snapshots = LiveSnapshots(client, args.live_prompts)

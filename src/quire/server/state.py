@@ -86,6 +86,8 @@ class ServerState:
         sleep_level: 0 while the engine is awake.
         changing_sleep: the engine is falling asleep or waking up.
         generations: the running generations.
+        file_path: returns the path of a file of `/v1/files`. Arguments: its id, the digest of the
+            request's key, the request's field that names it. None: the server keeps no files.
     """
 
     client: EngineClient
@@ -109,6 +111,7 @@ class ServerState:
     sleep_level: int = 0
     changing_sleep: bool = False
     generations: set[Stoppable] = field(default_factory=set)
+    file_path: Callable[[str, bytes, str], Path] | None = None
     _full_until: dict[str, float] = field(default_factory=dict)
     """By tenant: time of `time.monotonic` until which its queue is assumed to be full."""
     _patterns: re.Pattern[str] | None = field(default=None, init=False)

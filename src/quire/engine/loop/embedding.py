@@ -128,7 +128,7 @@ def embeddings(
             yield EmbeddingRequestOutput(
                 name,
                 EmbeddingOutput(values.tolist()),
-                item.request.tokens.view().tolist(),
+                item.request.as_read(item.request.tokens.view()).tolist(),
                 num_cached_tokens=item.request.num_cached_tokens,
             )
 

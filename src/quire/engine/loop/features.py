@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineArgs, EngineConfig
-from quire.features.call import CallType, RequestCheck
+from quire.features.call import CallType, PromptReader, RequestCheck
 from quire.features.registry import installed_features
 from quire.features.spec import FeatureSpec, resolve
 
@@ -52,6 +52,7 @@ def features_at_start(
         spec
         for spec in all_features()
         if spec.enabled(config.args)
+        or spec.needed(config)
         or (ready and spec.requested is not None)
         or (server and spec.serves)
     ]
@@ -68,6 +69,13 @@ def serving_config(config: EngineConfig) -> EngineConfig:
 def open_checks(config: EngineConfig) -> list[RequestCheck]:
     """Returns the request checks of all features, for the process where requests arrive."""
     return [resolve(spec.request_check)(config) for spec in all_features() if spec.request_check]
+
+
+def open_prompt_reader(config: EngineConfig) -> PromptReader | None:
+    """Returns the reader of what prompts have besides text; None: no feature has one."""
+    reader = next((spec.prompts for spec in all_features() if spec.prompts), "")
+    made: PromptReader | None = resolve(reader)(config) if reader else None
+    return made
 
 
 def keyword_options(core: Any, count: int, **given: Any) -> list[RequestOptions]:

@@ -10,12 +10,16 @@ import numpy as np
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.errors import PromptTooLongError, RequestError
+from quire.features.call import PromptInputs, PromptPart, PromptReader
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. A dict for `LLM.generate` may
+have "multi_modal_data" too: {"image": one image or a list of them}."""
+
+_PARTS = "multi_modal_data"
 
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 
@@ -37,14 +41,21 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return many
 
 
-def read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
+def read_prompt(
+    prompt: Prompt, *, with_parts: bool = False
+) -> tuple[str | None, str | Sequence[int]]:
     """Returns the prompt's text, if it has one, and the text to tokenize or the token ids.
+
+    Args:
+        with_parts: whether it may have parts that are no text, see `prompt_parts`.
 
     Raises:
         RequestError: the prompt is a dict with other keys.
     """
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if with_parts:
+            unknown -= {_PARTS}
         if unknown or not prompt:
             raise RequestError(
                 'a prompt given as a dict has "prompt" or "prompt_token_ids", not '
@@ -57,6 +68,54 @@ def read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
             raise RequestError(f"a prompt's text is a string, not {type(text).__name__}", "prompt")
         return text, text if ids is None else ids  # type: ignore[return-value]
     return (prompt if isinstance(prompt, str) else None), prompt
+
+
+def prompt_parts(prompt: Prompt) -> list[PromptPart]:
+    """Returns the parts of a prompt that are no text, by its "multi_modal_data".
+
+    Raises:
+        RequestError: it is no dict of lists.
+    """
+    given = prompt.get(_PARTS) if isinstance(prompt, Mapping) else None
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f'"{_PARTS}" is a dict as {{"image": [...]}}, not {type(given).__name__}', _PARTS
+        )
+    parts = []
+    for kind, sources in given.items():
+        many = sources if isinstance(sources, list | tuple) else [sources]
+        for place, source in enumerate(many):
+            name = f"{_PARTS}.{kind}[{place}]"
+            # `take_parts` has named the places of a conversation.
+            parts.append(
+                source if isinstance(source, PromptPart) else PromptPart(str(kind), source, name)
+            )
+    return parts
+
+
+def place_parts(
+    reader: PromptReader | None, ids: Int32, parts: Sequence[PromptPart], config: EngineConfig
+) -> tuple[Int32, PromptInputs]:
+    """Returns the prompt with room for its parts, and the parts.
+
+    Raises:
+        RequestError: a part cannot be used.
+        PromptTooLongError: the context has no room for a new token.
+    """
+    if reader is None:
+        raise RequestError("prompts have no parts besides text", _PARTS)
+    ids, inputs = reader.place(ids, reader.read(parts))
+    check_length(len(ids), config)
+    return ids, inputs
+
+
+def check_length(count: int, config: EngineConfig) -> None:
+    """Raises PromptTooLongError if a prompt of `count` tokens leaves no room for a new one."""
+    limit = config.scheduler.max_model_len
+    if count >= limit:
+        raise PromptTooLongError(count, limit)
 
 
 def one_each(params: Params | Sequence[Params] | None, count: int, default: Params) -> list[Params]:
@@ -109,16 +168,55 @@ def chat_prompts(
             )
     prompts: list[Prompt] = []
     for conversation in as_conversations(messages):
+        shown, parts = take_parts(conversation)
         text = tokenizer.apply_chat_template(
-            conversation,
+            shown,
             add_generation_prompt=add_generation_prompt,
             chat_template=chat_template,
             **variables,
         )
         # The template has already written the special tokens.
         ids = tokenizer.encode(text, add_special_tokens=False)
-        prompts.append({"prompt": text, "prompt_token_ids": ids})
+        more = {_PARTS: {"image": parts}} if parts else {}
+        prompts.append({"prompt": text, "prompt_token_ids": ids, **more})
     return prompts
+
+
+def take_parts(
+    conversation: Sequence[Mapping[str, Any]],
+) -> tuple[Sequence[Mapping[str, Any]], list[PromptPart]]:
+    """Returns a conversation as chat templates take it, and its parts that are no text."""
+    parts: list[PromptPart] = []
+    messages = []
+    for place, message in enumerate(conversation):
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            shown = [
+                _take_part(item, f"messages[{place}].content[{index}]", parts)
+                for index, item in enumerate(content)
+            ]
+            message = {**message, "content": shown}
+        messages.append(message)
+    return messages, parts
+
+
+def _take_part(item: Any, param: str, parts: list[PromptPart]) -> Any:
+    """Returns an item of a message's content as a template takes it.
+
+    Args:
+        parts: gets the item's part, if it is no text.
+    """
+    if not isinstance(item, Mapping):
+        return item
+    kind = str(item.get("type"))
+    family = next((name for name in ("image", "video", "audio") if name in kind), None)
+    if family is None:
+        return item
+    source, detail = item.get(kind, item.get(family)), "auto"
+    if isinstance(source, Mapping):
+        source, detail = source.get("url"), source.get("detail", "auto")
+    parts.append(PromptPart(family, source, param, detail))
+    return {"type": family}
 
 
 def as_conversations(messages: object) -> list[Sequence[Mapping[str, Any]]]:
@@ -164,9 +262,7 @@ def prompt_ids(
         raise RequestError(
             "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
         )
-    limit = config.scheduler.max_model_len
-    if len(ids) >= limit:
-        raise PromptTooLongError(len(ids), limit)
+    check_length(len(ids), config)
     return ids
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.loop.beam_search import BeamSearch, BeamSearchSequence
 from quire.engine.loop.calls import SNAPSHOT
 from quire.engine.loop.embedding import NO_TOKENS
-from quire.engine.loop.features import open_checks
+from quire.engine.loop.features import open_checks, open_prompt_reader
 from quire.engine.loop.messages import AbortRequest, AddRequest
 from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
 from quire.engine.loop.prompts import max_total, prompt_ids
@@ -33,7 +34,14 @@ from quire.errors import (
     QuireError,
 )
 from quire.executor import OnProgress
-from quire.features.call import CallType, RequestCheck, RequestField, encode_body
+from quire.features.call import (
+    CallType,
+    PromptInputs,
+    PromptReader,
+    RequestCheck,
+    RequestField,
+    encode_body,
+)
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -180,10 +188,12 @@ class EngineClient:
         tenant: str = "",
         share: float = 1.0,
         fields: Mapping[RequestField[Any], Any] | None = None,
+        inputs: PromptInputs | None = None,
     ) -> AsyncIterator[CompletionUpdate]:
         """Streams a request's `n` completions. Closing the iterator aborts the unfinished ones.
 
         Args:
+            inputs: the parts of the prompt that are no text, for which `prompt` has room.
             keep_special: special tokens that are in the text despite `skip_special_tokens`.
             tenant, share: see `Request`.
             fields: values for features.
@@ -197,9 +207,12 @@ class EngineClient:
         self._replicas.check_alive()
         ids = await self._ids(prompt, params)
         await self.check(params)
+        known = ids if inputs is None else inputs.cache_ids(ids)
         placement, (engine, handle, stream) = self._open(
-            request_id, params.n, ids, _namespace(cache_salt, fields)
+            request_id, params.n, known, _namespace(cache_salt, fields)
         )
+        if inputs is not None:
+            fields = {**(fields or {}), **inputs.fields(ids)}
         try:
             engine.send(
                 AddRequest(
@@ -392,6 +405,11 @@ class EngineClient:
             EngineDeadError: no engine is alive.
         """
         return await self._replicas.reset_prefix_cache()
+
+    @functools.cached_property
+    def prompt_reader(self) -> PromptReader | None:
+        """Reads parts of prompts that are no text; None: no feature reads any."""
+        return open_prompt_reader(self.config)
 
     @property
     def first_alive(self) -> RemoteEngine:

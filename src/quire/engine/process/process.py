@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -49,7 +49,7 @@ from quire.engine.loop.messages import (
 from quire.engine.process.completions import Client, CompletionTable
 from quire.engine.process.connection import Connection, SocketServer
 from quire.errors import EngineDeadError, QuireError, RequestError
-from quire.features.call import Begun, RequestField, decode_body, encode_body
+from quire.features.call import Begun, RequestField, decode_body, encode_body, split_options
 from quire.features.registry import declared_calls, declared_fields
 from quire.request import RequestOptions
 from quire.system import end_with
@@ -326,18 +326,13 @@ def _read_fields(
     features: dict[str, msgspec.Raw],
 ) -> tuple[RequestOptions, list[tuple[RequestField[Any], Any]]]:
     """Returns the values for features: those that are options of `Request`, and all others."""
-    options: dict[str, Any] = {}
-    others: list[tuple[RequestField[Any], Any]] = []
+    values: dict[RequestField[Any], Any] = {}
     for name, body in features.items():
         field = declared_fields().get(name)
         if field is None:
             raise RequestError(f"the engine knows no field {name!r} of a request")
-        value = decode_body(body, field.value)
-        if field.option is None:
-            others.append((field, value))
-        else:
-            options[field.option] = value
-    return cast("RequestOptions", options), others
+        values[field] = decode_body(body, field.value)
+    return split_options(values)
 
 
 def _refusal(message: ToEngine, failure: Failure) -> FromEngine | None:

@@ -243,6 +243,8 @@ class Fetches:
         least = self._least if peer is None else size
         if whole < least or peer == "" or request.lora_id or request.num_preemptions:
             return False
+        if request.prompt is not None:
+            return False  # Tokens alone do not tell a peer what the prompt stands for.
         match = self._blocks.match(request.namespace, tokens, whole, whole_only=True)
         if whole - match.length < least or not self._puller.up:
             return False

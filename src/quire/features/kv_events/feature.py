@@ -102,7 +102,7 @@ class KVEventFeature(Feature, LoopFeature):
             by_lane = dict(zip(builder.lanes.tolist(), builder.requests, strict=True))
             for admit in builder.admits:
                 request = by_lane[admit.lane]
-                self._announce(request, admit.tokens[: admit.prompt_len])
+                self._announce(request, request.tokens.view(0, admit.prompt_len))
 
     def after_update(self, step_id: int) -> None:
         self.rate.ended(time.monotonic())

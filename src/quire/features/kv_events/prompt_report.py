@@ -10,7 +10,7 @@ import base64
 import binascii
 from collections.abc import Sequence
 
-from quire.arrays import int32
+from quire.arrays import Int32, int32
 from quire.cache.block_hash import next_hash, root_hash
 from quire.features.kv_events.messages import EVENT_HASH_BYTES, split
 
@@ -26,10 +26,13 @@ _MOST_HASHES = 64
 _MOST_TOKENS = 1 << 40
 
 
-def encode_report(tokens: Sequence[int], salt: str, block_size: int, weights: str = "") -> bytes:
+def encode_report(
+    tokens: Sequence[int] | Int32, salt: str, block_size: int, weights: str = ""
+) -> bytes:
     """Returns the value of `PROMPT_HEADER` for a prompt without an adapter.
 
     Args:
+        tokens: the ids by which the KV cache knows the prompt.
         weights: id of the last update of the engine's weights.
     """
     packed = int32(tokens)

@@ -82,6 +82,7 @@ class SpeculationFeature(Feature, LoopFeature):
     def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
         self._settings = settings
         lanes = config.scheduler.max_num_seqs
+        self._vocab_size = config.vocab_size
         self._requests: list[Request | None] = [None] * lanes
         self._wanted = np.zeros(lanes, dtype=bool)
         self._own_kind = np.full(lanes, DEVICE, dtype=np.int32)
@@ -102,7 +103,7 @@ class SpeculationFeature(Feature, LoopFeature):
         self._costs = StepCosts(capacity.step_seconds)
         self._most = capacity.drafts
         width = claim_width(capacity.drafts)
-        self._texts = TextSource(self._settings, len(self._wanted), width)
+        self._texts = TextSource(self._settings, len(self._wanted), width, self._vocab_size)
         return self
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:

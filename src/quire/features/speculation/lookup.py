@@ -183,8 +183,8 @@ class _Text:
         self.ahead: Int32 = int32([])
 
     def update(self) -> Int32:
-        """Takes in new tokens. Returns all known tokens, int32 [known]."""
-        tokens = self.request.tokens.view()
+        """Takes in new tokens. Returns all known tokens as the model reads them, int32 [known]."""
+        tokens = self.request.as_read(self.request.tokens.view())
         self.index.extend(tokens[len(self.index) :])
         return tokens
 
@@ -194,11 +194,15 @@ class TextSource:
 
     Args:
         width: number of tokens of a claim.
+        vocab_size: ids from this one on stand for something else than tokens, and are not drafted.
     """
 
-    def __init__(self, settings: SpeculationSettings, lanes: int, width: int) -> None:
+    def __init__(
+        self, settings: SpeculationSettings, lanes: int, width: int, vocab_size: int = 2**31 - 1
+    ) -> None:
         self._settings = settings
         self._width = width
+        self._vocab_size = vocab_size
         self._texts: list[_Text | None] = [None] * lanes
         self._recent: dict[Namespace, RecentTexts] = {}
         self._tree: BlockManager | None = None
@@ -241,7 +245,8 @@ class TextSource:
         if self._tree is not None:
             # A text with the same beginning predicts the continuation best.
             last, size = self._tree.lanes.last(lane), self._tree.block_size
-            text.ahead = continuation(last, tokens, size, self._width)
+            ahead = continuation(last, request.tokens.view(), size, self._width)
+            text.ahead = ahead[: int(np.append(ahead < self._vocab_size, False).argmin())]
             if len(text.ahead):
                 return TREE
         tail = tokens[max(0, len(tokens) - settings.lookup_max) :]
@@ -288,7 +293,7 @@ class TextSource:
         if recent is None:
             recent = RecentTexts(self._settings.lookup_min, self._settings.lookup_max, _RECENT)
         self._recent[request.namespace] = recent
-        recent.add(request.tokens.view(start))
+        recent.add(request.as_read(request.tokens.view())[start:])
         kept = sum(map(len, self._recent.values()))
         while len(self._recent) > 1 and (kept > 2 * _RECENT or len(self._recent) > _NAMESPACES):
             kept -= len(self._recent.pop(next(iter(self._recent))))

@@ -62,7 +62,8 @@ def source(
     correction: str = "gate.e_score_correction_bias",
     shared: str = "shared_experts",
 ) -> Callable[[ModelSpec, str], Source]:
-    """Returns the `Family.source` of a Llama with experts, in the layout "each" or "fused".
+    """Returns the `Family.source` of a Llama with experts, in the layout "each", "fused" or
+    "transposed".
 
     Args:
         block: name of the layer's feed-forward part.
@@ -97,7 +98,7 @@ def source(
 
 def _is_fused(spec: ModelSpec, index: int) -> bool:
     ffn = spec.layers[index].ffn
-    return isinstance(ffn, ExpertsSpec) and ffn.layout == "fused"
+    return isinstance(ffn, ExpertsSpec) and ffn.layout in ("fused", "transposed")
 
 
 def indices(config: Mapping[str, Any], name: str) -> tuple[int, ...]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from quire.models.vision.spec import VisionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,21 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionHalf:
+    """The vision tower of a family's checkpoints.
+
+    Attributes:
+        spec: builds a `VisionSpec` from config.json, or raises ModelError.
+        source: returns the place in the checkpoint for the name of the tower's parameter slice.
+        prefixes: see `Family`. Names of the tower's tensors begin with `visual.`.
+    """
+
+    spec: Callable[[Mapping[str, Any]], VisionSpec]
+    source: Callable[[VisionSpec, str], Source]
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A kind of checkpoint: how to read its config.json and where to find its tensors.
 
@@ -41,6 +59,7 @@ class Family:
         ignored: matches canonical names of tensors that are not read.
         head: canonical name of the head's weight.
         implements: keys of `unsupported` that `spec` supports.
+        vision: the family's vision tower, or None.
     """
 
     name: str
@@ -50,6 +69,7 @@ class Family:
     ignored: re.Pattern[str] | None = None
     head: str = "lm_head.weight"
     implements: tuple[str, ...] = ()
+    vision: VisionHalf | None = None
 
     def canonical(self, name: str) -> str:
         """Returns the canonical name, as `source` uses it, of a tensor in a checkpoint."""

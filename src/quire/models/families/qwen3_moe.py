@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.layers.expert_weights import Layout
 from quire.layers.experts import ExpertsSpec
 from quire.models.families import experts, known_values, llama, qwen3, settings
 from quire.models.families.family import Family
@@ -19,11 +20,20 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 """Supported values of keys in configs of Qwen3-Coder. Published code computes no others."""
 
 
-def _spec(config: Mapping[str, Any]) -> ModelSpec:
+def spec(
+    config: Mapping[str, Any], family: str = "qwen3_moe", layout: Layout = "each"
+) -> ModelSpec:
+    """Returns a Qwen3 with experts.
+
+    Args:
+        config: its config.json.
+        family: the family's name.
+        layout: layout of the experts in the checkpoint.
+    """
     known_values.check(config, _KNOWN)
     # Without `head_dim` the head size follows from the hidden size, unlike in dense Qwen3.
     hidden = settings.integer(config, "hidden_size", high=settings.MOST_FEATURES)
-    base = qwen3.spec({**config, "head_dim": settings.heads(config, hidden)[2]}, "qwen3_moe")
+    base = qwen3.spec({**config, "head_dim": settings.heads(config, hidden)[2]}, family)
     count = experts.count(config)
     ffn = ExpertsSpec(
         experts=count,
@@ -32,6 +42,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
             top_k=experts.top_k(config, count, 8),
             renormalize=settings.flag(config, "norm_topk_prob", False),
         ),
+        layout=layout,
     )
     step = settings.integer(config, "decoder_sparse_step", 1)
     dense = experts.indices(config, "mlp_only_layers")
@@ -42,7 +53,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 FAMILY = Family(
     name="qwen3_moe",
-    spec=_spec,
+    spec=spec,
     source=experts.source(),
     ignored=llama.IGNORED,
     implements=("layer_types", "use_qk_norm", *experts.COUNTS),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from quire.errors import ModelError
 from quire.layers.rotary import (
@@ -16,6 +17,7 @@ from quire.layers.rotary import (
     YarnScaling,
 )
 from quire.models.families import settings
+from quire.models.spec import ModelSpec
 
 _MOST_FACTOR = 1 << 16
 
@@ -150,10 +152,55 @@ def rope_spec(config: settings.Config, head_dim: int, max_positions: int) -> Rop
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelError(f"config.json: cannot rotate {rotary_dim} of {head_dim} dimensions")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
+    # Early Qwen2.5-VL configs name the sections here, which is no scaling.
+    if kind in ("default", "mrope"):
         return RopeSpec(theta, rotary_dim)
     read = read_scaling(str(kind), scaling, config, max_positions, rotary_dim)
     return RopeSpec(theta, rotary_dim, read)
+
+
+def in_sections(
+    spec: ModelSpec, config: settings.Config, default: list[int], *, woven: bool
+) -> ModelSpec:
+    """Returns the spec with rotations by three positions: time, row and column.
+
+    Args:
+        spec: the model.
+        config: its config.json; `mrope_section` says how many pairs each position turns.
+        default: `mrope_section` of configs without that key.
+        woven: whether the three positions take turns. Otherwise each has neighbouring pairs.
+
+    Raises:
+        ModelError: `mrope_section` does not fit the rotation.
+    """
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    sizes = scaling.get("mrope_section") or default
+    layers = []
+    for layer in spec.layers:
+        turns: RopeSpec | None = getattr(layer.mixer, "rope", None)
+        if turns is None:
+            layers.append(layer)
+            continue
+        pairs = turns.rotary_dim // 2
+        if not _are_sections(sizes, pairs):
+            raise ModelError(
+                f"config.json: mrope_section must be three numbers whose sum is {pairs}, got "
+                f"{sizes!r}"
+            )
+        parts = [part for part, size in enumerate(sizes) for _ in range(size)]
+        if woven:
+            parts = [0] * pairs
+            for part in (1, 2):
+                for pair in range(part, min(3 * sizes[part], pairs), 3):
+                    parts[pair] = part
+        mixer = replace(cast(Any, layer.mixer), rope=replace(turns, sections=tuple(parts)))
+        layers.append(replace(layer, mixer=mixer))
+    return replace(spec, layers=tuple(layers))
+
+
+def _are_sections(sizes: Any, pairs: int) -> bool:
+    fine = isinstance(sizes, list) and len(sizes) == 3
+    return fine and all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == pairs
 
 
 def max_positions(spec: RopeSpec | None, trained: int) -> int:

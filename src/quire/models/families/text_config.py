@@ -10,7 +10,7 @@ from quire.errors import ModelError
 
 _OUTER = ("architectures", "tie_word_embeddings")
 """Keys whose value in the outer config takes precedence, as in `transformers`."""
-_INHERITED = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype")
+_INHERITED = ("bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype")
 """Keys that are read from the outer config if the text config does not have them."""
 
 PREFIXES = {

@@ -2,7 +2,16 @@
 
 from quire.ops.reference.attention import attention_schedule, paged_attention
 from quire.ops.reference.cache import qk_norm_rope_store
-from quire.ops.reference.dense import activate, embedding, layer_norm, linear, rms_norm
+from quire.ops.reference.dense import (
+    activate,
+    add_rows,
+    embedding,
+    layer_norm,
+    linear,
+    replace_rows,
+    rms_norm,
+    section_rotary,
+)
 from quire.ops.reference.step import (
     adjust,
     collect_rows,
@@ -16,7 +25,8 @@ from quire.ops.reference.step import (
 )
 
 __all__ = [
-    "activate", "adjust", "attention_schedule", "collect_rows", "copy_blocks", "embedding",
-    "expand_rows", "finish_rows", "layer_norm", "linear", "paged_attention", "place_drafts",
-    "qk_norm_rope_store", "rms_norm", "sample", "scatter", "token_logprobs",
+    "activate", "add_rows", "adjust", "attention_schedule", "collect_rows", "copy_blocks",
+    "embedding", "expand_rows", "finish_rows", "layer_norm", "linear", "paged_attention",
+    "place_drafts", "qk_norm_rope_store", "replace_rows", "rms_norm", "sample", "scatter",
+    "section_rotary", "token_logprobs",
 ]  # fmt: skip

@@ -168,3 +168,31 @@ def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
     inside = (local >= 0) & (local < table.shape[0])
     rows = F.embedding(local.clamp(0, table.shape[0] - 1), table)
     return rows.masked_fill_(~inside.unsqueeze(-1), 0.0)
+
+
+def replace_rows(hidden: Tensor, source: Tensor, values: Tensor) -> Tensor:
+    """Writes rows of `values` [N, width] over rows of `hidden` [T, width], and returns `hidden`.
+
+    Args:
+        source: int32 [T], a row of `values`, or -1 to leave the row as it is.
+    """
+    chosen = values[source.clamp(min=0).long()].to(hidden.dtype)
+    return hidden.copy_(chosen.where((source >= 0).unsqueeze(1), hidden))
+
+
+def add_rows(hidden: Tensor, source: Tensor, values: Tensor) -> Tensor:
+    """Adds rows of `values` to rows of `hidden`, and returns `hidden`. See `replace_rows`."""
+    chosen = values[source.clamp(min=0).long()].to(hidden.dtype)
+    return hidden.add_(chosen.masked_fill((source < 0).unsqueeze(1), 0.0))
+
+
+def section_rotary(table: Tensor, positions: Tensor, part: Tensor) -> Tensor:
+    """Returns each token's cosines and sines, float32 [T, rotary_dim].
+
+    Args:
+        table: float32 [positions, rotary_dim], the cosines of all pairs, then their sines.
+        positions: int32 [3, T].
+        part: int32 [rotary_dim / 2], which of the three positions turns each pair.
+    """
+    where = positions.long()[torch.cat([part, part]).long()].t()
+    return table.gather(0, where)

@@ -9,6 +9,9 @@ from quire.ops.triton.collectives.segments import add_pairs, segment_sum
 from quire.ops.triton.experts.experts import expert_segments, experts_mlp
 from quire.ops.triton.experts.kernels import add_gated
 from quire.ops.triton.experts.route import route
+from quire.ops.triton.images.pixels import cut_patches, resize_columns, resize_rows
+from quire.ops.triton.images.rows import add_rows, replace_rows, section_rotary, span_rows
+from quire.ops.triton.images.tower import rotate_heads, segment_attention
 from quire.ops.triton.linear import linear
 from quire.ops.triton.lora.adapted_gemm import adapted_linear
 from quire.ops.triton.lora.adapters import adapter_rows, add_adapters
@@ -40,10 +43,12 @@ __all__ = [
     "add_adapters",
     "add_gated",
     "add_pairs",
+    "add_rows",
     "adjust",
     "attention_schedule",
     "begin_drafts",
     "collect_rows",
+    "cut_patches",
     "embedding",
     "expand_rows",
     "expert_segments",
@@ -63,14 +68,21 @@ __all__ = [
     "place_drafts",
     "pool_rows",
     "qk_norm_rope_store",
+    "replace_rows",
+    "resize_columns",
+    "resize_rows",
     "rms_norm",
+    "rotate_heads",
     "route",
     "sample",
     "scatter",
+    "section_rotary",
+    "segment_attention",
     "segment_sum",
     "set_clock",
     "short_conv",
     "sigmoid_gate",
+    "span_rows",
     "store_latent",
     "token_logprobs",
     "wait_for_inputs",

@@ -23,6 +23,7 @@ from torch import Tensor
 from quire.arrays import Int32
 from quire.executor import StepSeconds, WorkerCall
 from quire.input_memory import InputMemory
+from quire.layers.batch import ForwardBatch
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.ops import LogitRows, StepRows
 from quire.parallel import ProcessGroup
@@ -212,6 +213,9 @@ class ProgramHook(Hook):
 
     def body(self, rows: StepRows, tokens: int, altered: bool) -> None:
         """Prepares the model for a body over `tokens` tokens."""
+
+    def batch(self, rows: StepRows, batch: ForwardBatch, altered: bool) -> None:
+        """Changes the inputs of the model in a body, such as given embeddings."""
 
     def logits(self, ctx: HeadContext) -> None:
         """Changes `ctx.logits`; the sampler's own hook draws `ctx.tokens`."""

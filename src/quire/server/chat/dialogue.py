@@ -10,9 +10,11 @@ import msgspec
 
 from quire.engine.loop.beam_search import BeamSearchParams
 from quire.errors import RequestError
+from quire.features.call import PromptPart
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.chat.prompt_memo import PromptMemo
+from quire.server.chat.prompt_parts import joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Dialogue:
             (system, user, assistant, tool) and content (text; None is allowed with tool calls).
             Optional are name, tool_call_id, reasoning_content, and tool_calls in OpenAI's shape
             with arguments as JSON text.
+        parts: the parts of messages that are no text. Marks in contents stand for them.
         params: sampling parameters, including n, max_tokens and structured_outputs.
         default_max_tokens: most tokens of an answer if `params` sets no limit; None leaves the
             limit to the context.
@@ -65,6 +68,7 @@ class Dialogue:
 
     messages: list[dict[str, Any]]
     params: SamplingParams
+    parts: list[PromptPart] = field(default_factory=list)
     default_max_tokens: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
@@ -243,7 +247,7 @@ class ConversationBuilder:
             merge: append it to the last message if that is also the user's.
         """
         if merge and self._last_role == "user":
-            self.messages[-1]["content"] += _SEPARATOR + text
+            self.messages[-1]["content"] = joined(self.messages[-1]["content"], text)
         else:
             self.messages.append({"role": "user", "content": text})
 

@@ -15,6 +15,7 @@ from quire.server.chat.beams import BeamGeneration
 from quire.server.chat.choice_parser import ChoiceParser, plain_events
 from quire.server.chat.dialogue import ChatAnswer, ChatEvent, Dialogue
 from quire.server.chat.prompt import RenderedPrompt, render_prompt
+from quire.server.chat.prompt_parts import load_parts, place_parts
 from quire.server.chat.text import (
     ChoiceText,
     CompletionTokensDetails,
@@ -52,10 +53,14 @@ async def prepare(
     """
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
+    parts = await load_parts(state, dialogue.parts, context)
 
     def build() -> ChatGeneration:
         most = state.client.config.scheduler.max_model_len
         prompt = render_prompt(tokenizer, dialogue, most)
+        prompt.token_ids, prompt.inputs = place_parts(state, prompt.token_ids, parts)
+        if prompt.inputs is not None and before:
+            prompt.inputs = prompt.inputs.shifted(len(before))
         prompt.token_ids = [*before, *prompt.token_ids]
         if state.args.log_prompts:
             context.prompts.append(prompt.text)
@@ -71,7 +76,7 @@ async def prepare(
     return generation
 
 
-async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
+async def count(state: ServerState, dialogue: Dialogue, context: RequestContext) -> list[int]:
     """Returns the prompt's token ids without running it.
 
     Raises:
@@ -79,7 +84,12 @@ async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
     """
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
-    return (await state.count(lambda: render_prompt(tokenizer, dialogue))).token_ids
+    parts = await load_parts(state, dialogue.parts, context)
+
+    def build() -> list[int]:
+        return place_parts(state, render_prompt(tokenizer, dialogue).token_ids, parts)[0]
+
+    return await state.count(build)
 
 
 class ChatGeneration:
@@ -90,6 +100,7 @@ class ChatGeneration:
     Attributes:
         params: the dialogue's sampling parameters, with a grammar if tool calls need one.
         prompt_token_ids: the prompt's token ids.
+        inputs: the prompt's parts that are no text, or None.
     """
 
     def __init__(
@@ -104,6 +115,7 @@ class ChatGeneration:
         self.context = context
         self.request_id = dialogue.request_id
         self.prompt_token_ids = prompt.token_ids
+        self.inputs = prompt.inputs
         self._tokenizer = tokenizer
         self._format = format = state.chat_format
         self._tools = callable_tools(dialogue)
@@ -133,6 +145,7 @@ class ChatGeneration:
             request_id=dialogue.request_id,
             priority=dialogue.priority,
             cache_salt=dialogue.cache_salt,
+            inputs=prompt.inputs,
             keep_special=format.keep_special if needs_parsing else frozenset(),
         )
         self._read = self._read_format if needs_parsing else self._read_plain

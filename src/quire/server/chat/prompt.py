@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from quire.features.call import PromptInputs
 from quire.server.chat.dialogue import Dialogue
+from quire.server.chat.prompt_parts import template_contents
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.errors import ApiError
 from quire.server.http.strict_model import cut_prompt
@@ -34,11 +36,13 @@ class RenderedPrompt:
 
     Attributes:
         continued: text of the final message if the model is to continue it.
+        inputs: the prompt's parts that are no text, once they have room among its tokens.
     """
 
     text: str
     token_ids: list[int]
     continued: str | None = None
+    inputs: PromptInputs | None = None
 
 
 def render_prompt(
@@ -64,6 +68,8 @@ def render_prompt(
     add = dialogue.add_generation_prompt and not dialogue.continue_final_message
     if dialogue.continue_final_message:
         messages = _add_mark(messages)
+    if dialogue.parts:
+        messages = template_contents(messages, dialogue.parts)
     if dialogue.chat_template is None:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
     else:
@@ -76,6 +82,13 @@ def render_prompt(
     if dialogue.memo is not None:
         return RenderedPrompt(text, dialogue.memo.encode(tokenizer, text, most), continued)
     keep = dialogue.most_prompt_tokens
+    if keep is not None and dialogue.parts:
+        raise ApiError(
+            400,
+            "'truncate_prompt_tokens' is not supported for prompts with images.",
+            param="truncate_prompt_tokens",
+            code="unsupported_parameter",
+        )
     limit = most if keep is None else None
     ids: list[int] = tokenizer.encode(text, dialogue.add_special_tokens, limit).tolist()
     return RenderedPrompt(text, cut_prompt(ids, keep, dialogue.truncation_side), continued)

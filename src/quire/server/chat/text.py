@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.arrays import int32
 from quire.errors import OverloadedError, RequestError
-from quire.features.call import WEIGHTS, RequestField
+from quire.features.call import WEIGHTS, PromptInputs, RequestField
 from quire.features.disaggregation.calls import PEER, PeerChoice
 from quire.features.kv_events.prompt_report import encode_report
 from quire.outputs import Logprob, VersionRun
@@ -113,6 +114,7 @@ class TextGeneration:
         request_id: name of the request; prompts append their index.
         priority: priority in the engine's queue; lower runs first.
         cache_salt: prompts with different salts share no KV.
+        inputs: the parts of the (only) prompt that are no text, or None.
         keep_special: ids of special tokens that stay in the text.
     """
 
@@ -126,6 +128,7 @@ class TextGeneration:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        inputs: PromptInputs | None = None,
         keep_special: frozenset[int] = frozenset(),
     ) -> None:
         self.state = state
@@ -140,7 +143,8 @@ class TextGeneration:
         self.completion_tokens = 0
         self.versions: dict[int, list[VersionRun]] = {}
         """The versions of the weights that gave a choice's tokens so far, by choice."""
-        self._inputs = prompts
+        self._prompts_given = prompts
+        self._inputs = inputs
         self._tasks: list[asyncio.Task[None]] = []
         self._pieces: dict[int, ChoiceText] = {}
         self._error: BaseException | None = None
@@ -152,7 +156,8 @@ class TextGeneration:
         self.context.hold()
         self.state.generations.add(self)
         self._tasks = [
-            asyncio.create_task(self._run(i, prompt)) for i, prompt in enumerate(self._inputs)
+            asyncio.create_task(self._run(i, prompt))
+            for i, prompt in enumerate(self._prompts_given)
         ]
         if self.context.remaining is not None:
             loop = asyncio.get_running_loop()
@@ -270,6 +275,7 @@ class TextGeneration:
                 tenant=self.context.tenant,
                 share=self.context.share,
                 fields=self._fields(),
+                inputs=self._inputs,
             ),
         )
 
@@ -289,9 +295,11 @@ class TextGeneration:
             info.num_cached_tokens = update.num_cached_tokens
             # Block hashes of a feature's model depend on what only the engine knows.
             if self.context.wants_report and index == 0 and not self.context.model:
+                ids = int32(info.token_ids)
+                known = ids if self._inputs is None else self._inputs.cache_ids(ids)
                 client = self.state.client
                 self.context.report = encode_report(
-                    info.token_ids,
+                    known,
                     self.cache_salt,
                     client.config.block_size,
                     client.first_alive.news(WEIGHTS),

@@ -187,7 +187,8 @@ class BudgetedChatGeneration:
             params=replace_params(dialogue.params, max_tokens=left),
             request_id=f"{dialogue.request_id}-answer",
         )
-        rendered, context = RenderedPrompt(closing, prompt), self._thinking.context
+        rendered = RenderedPrompt(closing, prompt, inputs=self._thinking.inputs)
+        context = self._thinking.context
         context.is_continuation = True
         context.completion_tokens += len(self._closing)
         return ChatGeneration(self._state, self._tokenizer, dialogue, rendered, context)

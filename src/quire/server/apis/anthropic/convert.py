@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
 
 from quire.errors import RequestError
+from quire.features.call import PromptPart
 from quire.sampling_params import ANTHROPIC, SamplingParams, StructuredOutputsParams
 from quire.server.apis.anthropic.protocol import (
     CountTokensRequest,
+    ImageBlock,
     MessageParam,
     MessagesRequest,
     TextBlock,
@@ -20,6 +23,7 @@ from quire.server.apis.anthropic.protocol import (
 )
 from quire.server.apis.sampling import copied_fields, parameters_of
 from quire.server.chat.dialogue import ConversationBuilder, Dialogue, ToolChoice
+from quire.server.chat.prompt_parts import add_part, joined
 from quire.server.chat.thinking import effort_variables, template_variables, thinking_switch
 from quire.server.state import ServerState, new_id
 
@@ -37,10 +41,13 @@ NAMES = {
 """Maps field names of chat completions, which errors use, to names of this API."""
 
 
-def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """Returns the conversation as chat templates take it.
+def messages_of(body: CountTokensRequest, parts: list[PromptPart]) -> list[dict[str, Any]]:
+    """Returns the conversation as chat templates take it, with marks for images.
 
     Results of tools become messages of their own. Consecutive turns of one role become one message.
+
+    Args:
+        parts: gets the images.
 
     Raises:
         RequestError: a result without a call, or a call without a result.
@@ -49,11 +56,13 @@ def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
     if body.system:
         turns.system(_BETWEEN.join(block.text for block in body.system))
     for place, message in enumerate(body.messages):
-        _add(turns, message, f"messages[{place}]")
+        _add(turns, message, f"messages[{place}]", parts)
     return turns.finish()
 
 
-def _add(turns: ConversationBuilder, message: MessageParam, param: str) -> None:
+def _add(
+    turns: ConversationBuilder, message: MessageParam, param: str, parts: list[PromptPart]
+) -> None:
     if message.role == "system":
         turns.system(_BETWEEN.join(block.text for block in message.content))  # type: ignore[union-attr]
         return
@@ -66,20 +75,31 @@ def _add(turns: ConversationBuilder, message: MessageParam, param: str) -> None:
         elif isinstance(block, ToolUseBlock):
             turns.call(block.id, block.name, _json(block.input), f"{where}.id")
         elif isinstance(block, ToolResultBlock):
-            turns.result(block.tool_use_id, _result(block), f"{where}.tool_use_id")
+            text = _result(block, where, parts)
+            turns.result(block.tool_use_id, text, f"{where}.tool_use_id")
         elif isinstance(block, TextBlock) and message.role == "assistant":
             turns.assistant(block.text)
         else:
-            turns.user(block.text, merge=True)
+            turns.user(_shown(block, where, parts), merge=True)
+
+
+def _shown(block: TextBlock | ImageBlock, param: str, parts: list[PromptPart]) -> str:
+    """Returns a block's text, or the mark of its image."""
+    if isinstance(block, TextBlock):
+        return block.text
+    return add_part(parts, PromptPart("image", block.source.source, param))
 
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _result(block: ToolResultBlock) -> str:
+def _result(block: ToolResultBlock, param: str, parts: list[PromptPart]) -> str:
     """Returns the result's text. Templates have no place for failed calls, so the text says it."""
-    text = _BETWEEN.join(part.text for part in block.content)
+    texts = [
+        _shown(part, f"{param}.content[{place}]", parts) for place, part in enumerate(block.content)
+    ]
+    text = functools.reduce(joined, texts, "")
     return f"Error: {text}" if block.is_error else text
 
 
@@ -108,7 +128,8 @@ def tool_choice_of(body: CountTokensRequest) -> ToolChoice:
 def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
     """Returns the request's dialogue. A last message of the assistant is continued by the
     answer."""
-    messages = messages_of(body)
+    parts: list[PromptPart] = []
+    messages = messages_of(body, parts)
     last = messages[-1]
     prefilled = last["role"] == "assistant"
     if prefilled and not last["content"].strip():
@@ -126,6 +147,7 @@ def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
     variables |= effort_variables(state, effort, known, "output_config.effort")
     return Dialogue(
         messages=messages,
+        parts=parts,
         params=_params(state, body) if isinstance(body, MessagesRequest) else SamplingParams(),
         tools=tools_of(body.tools),
         tool_choice=tool_choice_of(body),

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, PlainValidator, field_validator, model_va
 from quire.errors import RequestError
 from quire.sampling_params import ANTHROPIC
 from quire.server.apis.sampling import sampling_model
+from quire.server.chat.prompt_parts import StoredFile
 from quire.server.chat.sealed import is_sealed, unseal
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.http.strict_model import INT32_MAX, Name, StrictModel, drop_unused
@@ -41,6 +42,39 @@ class _Block(StrictModel):
 class TextBlock(_Block):
     type: Literal["text"]
     text: str
+
+
+class ImageSource(StrictModel):
+    """The data of an image: base64, an http address, or a file of `/v1/files`."""
+
+    type: Literal["base64", "url", "file"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
+    data: str | None = None
+    url: str | None = None
+    file_id: Name | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ImageSource:
+        needed = _SOURCE_FIELDS[self.type]
+        for name in ("media_type", "data", "url", "file_id"):
+            if (getattr(self, name) is not None) != (name in needed):
+                has = "needs" if name in needed else "has no"
+                raise RequestError(f"a source of type '{self.type}' {has} '{name}'.", name)
+        return self
+
+    @property
+    def source(self) -> str | StoredFile:
+        if self.file_id is not None:
+            return StoredFile(self.file_id)
+        return self.url or f"data:{self.media_type};base64,{self.data}"
+
+
+_SOURCE_FIELDS = {"base64": ("media_type", "data"), "url": ("url",), "file": ("file_id",)}
+
+
+class ImageBlock(_Block):
+    type: Literal["image"]
+    source: ImageSource
 
 
 class ToolUseBlock(_Block):
@@ -91,10 +125,11 @@ class ThinkingBlock(StrictModel):
         return self
 
 
-Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 
 _KINDS: dict[str, type[BaseModel]] = {
     "text": TextBlock,
+    "image": ImageBlock,
     "tool_use": ToolUseBlock,
     "tool_result": ToolResultBlock,
     "thinking": ThinkingBlock,
@@ -125,7 +160,7 @@ def _parse_result_block(data: Any) -> Any:
     """Parses a block of a tool's result. A reference to a tool that was found becomes its name."""
     if isinstance(data, dict) and data.get("type") == "tool_reference":
         return TextBlock(type="text", text=ToolReference.model_validate(data).tool_name)
-    return _parse_text_block(data)
+    return _parse(data, {"text": TextBlock, "image": ImageBlock})
 
 
 AnyBlock = Annotated[Block, PlainValidator(_parse_block, json_schema_input_type=Block)]
@@ -135,8 +170,10 @@ TextBlockOnly = Annotated[
 Texts = Annotated[list[TextBlockOnly], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 ResultBlock = Annotated[
-    TextBlock,
-    PlainValidator(_parse_result_block, json_schema_input_type=TextBlock | ToolReference),
+    TextBlock | ImageBlock,
+    PlainValidator(
+        _parse_result_block, json_schema_input_type=TextBlock | ImageBlock | ToolReference
+    ),
 ]
 ResultBlocks = Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
@@ -168,7 +205,7 @@ class MessageParam(StrictModel):
 
 
 _BLOCKS_OF = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }

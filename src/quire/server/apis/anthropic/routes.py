@@ -76,7 +76,8 @@ async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await _read(request, state, CountTokensRequest)
     with rename_fields(NAMES):
-        ids = await count(state, await asyncio.to_thread(dialogue_of, state, body))
+        dialogue = await asyncio.to_thread(dialogue_of, state, body)
+        ids = await count(state, dialogue, context_of(request))
     return json_response(TokenCount(len(ids)))
 
 

@@ -30,7 +30,7 @@ class UploadRequest(StrictModel):
     """Fields of an upload, a form. `file` is read apart, as it comes."""
 
     file: Annotated[Any, WithJsonSchema({"type": "string", "format": "binary"})]
-    purpose: Literal["batch"]
+    purpose: Literal["batch", "vision", "user_data"]
     anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     seconds: Seconds | None = Field(None, alias="expires_after[seconds]")
 

@@ -308,6 +308,10 @@ class BatchStore:
         """Returns a file. Raises ApiError, 404."""
         return self._found(self._files, id, owner, param, "File")
 
+    def path(self, id: str, owner: bytes, param: str) -> Path:
+        """Returns the path of a file's data. Raises ApiError, 404."""
+        return self.data(self.file(id, owner, param).id)
+
     def files(self, owner: bytes) -> list[FileObject]:
         """Returns the owner's files, oldest first."""
         self._sweep()

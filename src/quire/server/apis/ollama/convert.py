@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from quire.features.call import PromptPart
 from quire.sampling_params import OLLAMA, SamplingParams, StructuredOutputsParams
 from quire.server.apis.ollama.protocol import (
     OllamaChatRequest,
@@ -15,6 +16,7 @@ from quire.server.apis.ollama.protocol import (
 from quire.server.apis.openai.convert import check_logprobs, usual_room
 from quire.server.apis.sampling import copied_fields, parameters_of
 from quire.server.chat.dialogue import Dialogue
+from quire.server.chat.prompt_parts import add_part
 from quire.server.chat.thinking import effort_variables, template_variables, thinking_switch
 from quire.server.state import ServerState, new_id
 
@@ -70,13 +72,17 @@ def chat_dialogue(state: ServerState, body: OllamaChatRequest) -> Dialogue:
         {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
         for tool in body.tools or ()
     ]
-    return _dialogue(state, body, messages_of(body.messages), tools)
+    parts: list[PromptPart] = []
+    return _dialogue(state, body, messages_of(body.messages, parts), tools, parts)
 
 
 def generate_dialogue(state: ServerState, body: OllamaGenerateRequest) -> Dialogue:
     """Returns the dialogue of one prompt of `/api/generate`."""
     system = [{"role": "system", "content": body.system}] if body.system else []
-    dialogue = _dialogue(state, body, [*system, {"role": "user", "content": body.prompt}], [])
+    parts: list[PromptPart] = []
+    content = _marked(body.images, "images", parts) + body.prompt
+    messages = [*system, {"role": "user", "content": content}]
+    dialogue = _dialogue(state, body, messages, [], parts)
     dialogue.with_tokens = True  # for `context`
     return dialogue
 
@@ -86,6 +92,7 @@ def _dialogue(
     body: OllamaRequest,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]],
+    parts: list[PromptPart],
 ) -> Dialogue:
     params, most = params_of(state, body), state.client.config.scheduler.max_model_len
     check_logprobs(params, 1, most, "top_logprobs", ("options.num_predict",))
@@ -98,6 +105,7 @@ def _dialogue(
             variables = effort_variables(state, body.think, known, "think")
     return Dialogue(
         messages=messages,
+        parts=parts,
         params=params,
         default_max_tokens=usual_room(params, most),
         tools=tools,
@@ -107,17 +115,29 @@ def _dialogue(
     )
 
 
-def messages_of(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Returns the messages in the shape that chat templates take.
+def _marked(images: list[str] | None, param: str, parts: list[PromptPart]) -> str:
+    """Returns the marks of images, which come before a message's text."""
+    return "".join(
+        add_part(parts, PromptPart("image", image, f"{param}[{place}]"))
+        for place, image in enumerate(images or ())
+    )
+
+
+def messages_of(messages: list[OllamaMessage], parts: list[PromptPart]) -> list[dict[str, Any]]:
+    """Returns the messages in the shape that chat templates take, with marks for images.
 
     Ollama's calls need no ids. A result without one answers the first open call of its tool, or
     the first open call.
+
+    Args:
+        parts: gets the images.
     """
     shaped: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # id and tool of each call without a result
     count = 0
-    for message in messages:
-        out: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    for place, message in enumerate(messages):
+        text = _marked(message.images, f"messages[{place}].images", parts) + (message.content or "")
+        out: dict[str, Any] = {"role": message.role, "content": text}
         if message.thinking:
             out["reasoning_content"] = message.thinking
         calls = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from quire.errors import RequestError
 from quire.sampling_params import OLLAMA
@@ -19,6 +19,7 @@ MAX_STOP = 64
 MAX_INPUTS = 2048
 MAX_CALLS = 128
 MAX_CONTEXT = 1_000_000
+MAX_IMAGES = 1024
 """Most token ids of `context`."""
 
 _LOADING = (
@@ -107,13 +108,8 @@ def _decline_field(name: str, given: bool) -> None:
         decline(name)
 
 
-def _only_text(images: Any) -> Any:
-    if images:
-        raise RequestError("images are not supported.", code="unsupported_parameter")
-    return None
-
-
-NoImages = Annotated[list[str] | None, BeforeValidator(_only_text)]
+Images = Annotated[list[str], Field(max_length=MAX_IMAGES, fail_fast=True)]
+"""Images in base64."""
 
 
 class CalledTool(StrictModel):
@@ -135,7 +131,7 @@ class OllamaMessage(StrictModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: NoImages = None
+    images: Images | None = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = (
         None
     )
@@ -169,7 +165,7 @@ class OllamaGenerateRequest(OllamaRequest):
     template: str | None = None
     context: Annotated[list[Count], Field(max_length=MAX_CONTEXT, fail_fast=True)] | None = None
     raw: bool | None = None
-    images: NoImages = None
+    images: Images | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -181,10 +177,10 @@ class OllamaGenerateRequest(OllamaRequest):
 
     @model_validator(mode="after")
     def _apart(self) -> OllamaGenerateRequest:
-        for name in ("system", "context", "think", "suffix"):
+        for name in ("system", "context", "think", "suffix", "images"):
             if self.raw and getattr(self, name):
                 raise RequestError(f"'raw' and '{name}' exclude each other.", param=name)
-        for name in ("system", "context", "think"):
+        for name in ("system", "context", "think", "images"):
             if self.suffix and getattr(self, name):
                 raise RequestError(f"'suffix' and '{name}' exclude each other.", param=name)
         return self

@@ -105,7 +105,9 @@ async def generate(request: Request) -> Response:
         else:
             dialogue = await asyncio.to_thread(generate_dialogue, state, body)
             reply = await prepare(state, dialogue, context_of(request), body.context or ())
-            params, prompt_ids = dialogue.params, reply.prompt_token_ids
+            params = dialogue.params
+            # A context has no images, so tokens that stand for one would mean nothing.
+            prompt_ids = None if dialogue.parts else reply.prompt_token_ids
     writer = AnswerWriter(
         model,
         reply,

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.features.call import PromptPart
 from quire.sampling_params import SamplingParams
 from quire.server.apis.openai import chat
 from quire.server.apis.openai.beams import beams_of
@@ -66,6 +67,7 @@ from quire.server.chat.dialogue import (
     ToolChoice,
 )
 from quire.server.chat.generation import ChatGeneration, prepare
+from quire.server.chat.prompt_parts import shown_messages
 from quire.server.chat.thinking import effort_variables, template_variables
 from quire.server.context.request_context import context_of, owner_of
 from quire.server.errors import ApiError, blame_field, rename_fields
@@ -152,7 +154,8 @@ async def chat_completions(request: Request) -> Response:
 
     def keep(envelope: CompletionObject[ChatChoice]) -> None:
         if body.store:
-            stored = StoredChat(envelope, dialogue.messages, owner_of(request))
+            messages = shown_messages(dialogue.messages, dialogue.parts)
+            stored = StoredChat(envelope, messages, owner_of(request))
             chat_store(request).add(stored)
 
     with blame_field("messages"):
@@ -199,8 +202,10 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
     room = usual_room(params, most)
     if beams is not None and room is not None:
         beams = replace(beams, max_tokens=room)
+    parts: list[PromptPart] = []
     return Dialogue(
-        messages=template_messages(body.messages),
+        messages=template_messages(body.messages, parts),
+        parts=parts,
         params=params,
         default_max_tokens=room,
         beams=beams,

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PlainValidator,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from quire.errors import RequestError
+from quire.features.call import PromptPart
 from quire.server.chat.custom_tools import custom_tool, grammar_text, input_arguments
 from quire.server.chat.dialogue import ToolChoice, call_text, is_json_object
+from quire.server.chat.prompt_parts import add_part
 from quire.server.errors import ApiError, from_validation
 from quire.server.http.strict_model import Name, StrictModel, ToolName, drop_unused
 
@@ -17,6 +26,7 @@ MAX_CALLS = 1024
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_ROLES_WITH_IMAGES = ("user", "tool", "function")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
@@ -34,18 +44,57 @@ _UNUSED_IN_PART: dict[str, tuple[Any, ...]] = {
 
 
 class TextPartParam(StrictModel):
-    type: str
+    type: Literal["text"]
     text: str
 
     @model_validator(mode="before")
     @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("type"), str) and data["type"] != "text":
-            raise RequestError(
-                f"parts of type {data['type'][:40]!r} are not supported, only text is.",
-                code="unsupported_parameter",
-            )
+    def _without_unused(cls, data: Any) -> Any:
         return drop_unused(data, _UNUSED_IN_PART)
+
+
+class ImageUrl(StrictModel):
+    """An image: a data URI, or an http address of a host that the server may ask."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePartParam(StrictModel):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused(cls, data: Any) -> Any:
+        return drop_unused(data, _UNUSED_IN_PART)
+
+    @field_validator("image_url", mode="before", json_schema_input_type=ImageUrl | str)
+    @classmethod
+    def _url_alone(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+
+_PARTS: dict[str, type[BaseModel]] = {"text": TextPartParam, "image_url": ImagePartParam}
+
+
+def parse_part(data: Any) -> Any:
+    """Parses a part of a message's content by its type."""
+    if not isinstance(data, dict) or not isinstance(data.get("type"), str):
+        return TextPartParam.model_validate(data)
+    model = _PARTS.get(data["type"])
+    if model is None:
+        raise RequestError(
+            f"parts of type {data['type'][:40]!r} are not supported, only text and images are.",
+            code="unsupported_parameter",
+        )
+    return model.model_validate(data)
+
+
+ContentPart = Annotated[
+    TextPartParam | ImagePartParam,
+    PlainValidator(parse_part, json_schema_input_type=TextPartParam | ImagePartParam),
+]
 
 
 class CalledFunction(StrictModel):
@@ -128,7 +177,7 @@ class ChatMessageParam(StrictModel):
     """
 
     role: str
-    content: Annotated[list[TextPartParam], Field(max_length=1024, fail_fast=True)] | None = None
+    content: Annotated[list[ContentPart], Field(max_length=1024, fail_fast=True)] | None = None
     name: Name | None = None
     tool_calls: (
         Annotated[list[ToolCallParam], Field(max_length=MAX_CALLS, fail_fast=True)] | None
@@ -154,7 +203,7 @@ class ChatMessageParam(StrictModel):
         return data
 
     @field_validator(
-        "content", mode="before", json_schema_input_type=str | list[TextPartParam] | None
+        "content", mode="before", json_schema_input_type=str | list[ContentPart] | None
     )
     @classmethod
     def _one_part(cls, content: Any) -> Any:
@@ -171,6 +220,13 @@ class ChatMessageParam(StrictModel):
 
     @model_validator(mode="after")
     def _as_the_role_has_it(self) -> ChatMessageParam:
+        for place, part in enumerate(self.content or ()):
+            if isinstance(part, ImagePartParam) and self.role not in _ROLES_WITH_IMAGES:
+                raise RequestError(
+                    f"a message of role {self.role!r} has no images; those of "
+                    f"{', '.join(_ROLES_WITH_IMAGES)} may have some.",
+                    f"content[{place}]",
+                )
         for name in ("tool_calls", "function_call", "reasoning_content"):
             if getattr(self, name) and self.role != "assistant":
                 raise RequestError(f"only messages of the assistant have '{name}'.", name)
@@ -199,7 +255,26 @@ class ChatMessageParam(StrictModel):
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content or ())
+        """The content without images."""
+        return "".join(part.text for part in self.content or () if isinstance(part, TextPartParam))
+
+    def marked_text(self, parts: list[PromptPart], param: str) -> str:
+        """Returns the content, with a mark for each image.
+
+        Args:
+            parts: gets the images.
+            param: the message's field, for errors.
+        """
+        text = ""
+        for place, part in enumerate(self.content or ()):
+            if isinstance(part, TextPartParam):
+                text += part.text
+            else:
+                image, where = part.image_url, f"{param}.content[{place}]"
+                text += add_part(
+                    parts, PromptPart("image", image.url, where, image.detail or "auto")
+                )
+        return text
 
 
 class FunctionDefinition(StrictModel):
@@ -328,11 +403,16 @@ def _read(model: type[Model], value: Any) -> Model:
         raise RequestError(str(found), found.param, found.code) from None
 
 
-def template_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, Any]]:
-    """Returns messages as chat templates take them.
+def template_messages(
+    messages: Sequence[ChatMessageParam], parts: list[PromptPart]
+) -> list[dict[str, Any]]:
+    """Returns messages as chat templates take them, with marks for images.
 
     A call whose arguments were cut short becomes text. A tool's result needs no call, which may
     have been trimmed.
+
+    Args:
+        parts: gets the images.
 
     Raises:
         RequestError: a function's result without a call.
@@ -342,7 +422,8 @@ def template_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, An
     out = []
     for place, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
-        entry: dict[str, Any] = {"role": role, "content": message.text}
+        text = message.marked_text(parts, f"messages[{place}]")
+        entry: dict[str, Any] = {"role": role, "content": text}
         if message.name is not None:
             entry["name"] = message.name
         if message.reasoning_content:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import RequestError
+from quire.features.call import PromptPart
 from quire.sampling_params import SamplingParams
 from quire.server.apis.openai.messages import (
     ChatMessageParam,
@@ -22,6 +23,7 @@ from quire.server.apis.openai.messages import (
 from quire.server.apis.openai.protocol import MAX_MESSAGES, MAX_TOOLS
 from quire.server.chat.dialogue import Dialogue
 from quire.server.chat.prompt import render_prompt
+from quire.server.chat.prompt_parts import load_parts, place_parts
 from quire.server.chat.tools import check_tools
 from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError
@@ -133,7 +135,12 @@ async def tokenize(request: Request) -> Response:
         tokens = await _computed(state, tokenized, len(text))
     else:
         dialogue = rendered_only(state, body, body.messages)
-        tokens = await state.count(lambda: _conversation(tokenizer, dialogue, body))
+        parts = await load_parts(state, dialogue.parts, context_of(request))
+
+        def conversation() -> list[int]:
+            return place_parts(state, _conversation(tokenizer, dialogue, body), parts)[0]
+
+        tokens = await state.count(conversation)
     limit = state.client.config.scheduler.max_model_len
 
     def answer() -> Response:
@@ -166,8 +173,10 @@ def rendered_only(
 ) -> Dialogue:
     """Returns a conversation that is only rendered. Raises ApiError for what cannot be."""
     check_continuation(messages, body.continue_final_message, body.add_generation_prompt)
+    parts: list[PromptPart] = []
     dialogue = Dialogue(
-        messages=template_messages(messages),
+        messages=template_messages(messages, parts),
+        parts=parts,
         params=SamplingParams(),
         tools=[tool.shape for tool in body.tools or ()],
         template_kwargs=body.chat_template_kwargs or {},

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from quire.features.call import PromptPart
 from quire.sampling_params import RESPONSES, SamplingParams, StructuredOutputsParams
 from quire.server.apis.openai.convert import check_logprobs, usual_room
 from quire.server.apis.responses.items import (
@@ -18,6 +19,7 @@ from quire.server.apis.responses.items import (
     CustomToolCallItem,
     FunctionCallItem,
     Item,
+    ItemImage,
     ItemReference,
     ItemText,
     MessageItem,
@@ -47,6 +49,7 @@ from quire.server.apis.responses.tools import (
 from quire.server.apis.sampling import copied_fields, parameters_of
 from quire.server.chat.custom_tools import input_arguments
 from quire.server.chat.dialogue import ConversationBuilder, Dialogue, ToolChoice
+from quire.server.chat.prompt_parts import add_part
 from quire.server.chat.sealed import seal
 from quire.server.chat.thinking import effort_variables, template_variables
 from quire.server.context.hints import decline, refuses_hints
@@ -116,19 +119,26 @@ def _resolved(item: Item | ItemReference, place: int, store: ResponseSource, own
     return item
 
 
-def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Returns the conversation as chat templates take it. The last of `items` are the body's
-    own."""
+def messages_of(
+    body: PromptFields, items: Sequence[Item], parts: list[PromptPart]
+) -> list[dict[str, Any]]:
+    """Returns the conversation as chat templates take it, with marks for images.
+
+    Args:
+        items: the whole conversation. The last items are the body's own.
+        parts: gets the images.
+    """
     turns = ConversationBuilder("input")
     if body.instructions is not None:
         turns.system(body.instructions)
     earlier = len(items) - len(body.input)
     for place, item in enumerate(items, -earlier):
-        where = f"input[{place}].call_id" if place >= 0 else "previous_response_id"
+        own = f"input[{place}]" if place >= 0 else ""
+        where = f"{own}.call_id" if own else "previous_response_id"
         if isinstance(item, CallItem):
             turns.call(item.call_id, *_called(item), where)
         elif isinstance(item, CallOutputItem):
-            turns.result(item.call_id, item.text, where)
+            turns.result(item.call_id, _output_text(item, own, parts), where)
         elif isinstance(item, ReasoningItem):
             turns.reasoning(item.text)
         elif isinstance(item, CompactionItem):
@@ -136,10 +146,33 @@ def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any
         elif item.role == "assistant":
             turns.assistant(item.text)
         elif item.role == "user":
-            turns.user(item.text)
+            turns.user(_marked(item.content, own and f"{own}.content", parts))
         else:
             turns.system(item.text)
     return turns.finish()
+
+
+def _output_text(item: CallOutputItem, own: str, parts: list[PromptPart]) -> str:
+    if isinstance(item, ToolSearchOutputItem):
+        return item.text
+    return _marked(item.output, own and f"{own}.output", parts)
+
+
+def _marked(content: Sequence[ItemText | ItemImage], param: str, parts: list[PromptPart]) -> str:
+    """Returns a text with a mark for each image.
+
+    Args:
+        param: the content's field; "" for an earlier turn's.
+        parts: gets the images.
+    """
+    text = ""
+    for place, part in enumerate(content):
+        if isinstance(part, ItemText):
+            text += part.text
+        else:
+            where = f"{param}[{place}]" if param else "previous_response_id"
+            text += add_part(parts, PromptPart("image", part.source, where, part.detail or "auto"))
+    return text
 
 
 def compacting(items: Sequence[Item]) -> tuple[Item, ...]:
@@ -204,8 +237,10 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
     most = state.client.config.scheduler.max_model_len
     check_logprobs(params, 1, most, "top_logprobs", ("max_output_tokens",))
     given, found = tools_of(body, items)
+    parts: list[PromptPart] = []
     dialogue = Dialogue(
-        messages=messages_of(body, items),
+        messages=messages_of(body, items, parts),
+        parts=parts,
         params=params,
         default_max_tokens=usual_room(params, most),
         tools=[tool_shape(tool, namespace) for namespace, tool in (*given, *found)],

@@ -6,6 +6,7 @@ keeps them as the beginning of the next turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +21,7 @@ from quire.server.apis.responses.tools import (
     shown_tool,
     tool_shape,
 )
+from quire.server.chat.prompt_parts import StoredFile
 from quire.server.chat.sealed import is_sealed, unseal
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.http.query import Page
@@ -31,6 +33,7 @@ MAX_PARTS = 1024
 Status = Literal["in_progress", "completed", "incomplete"]
 
 _TEXT_PARTS = ("input_text", "output_text", "refusal")
+_KNOWN_PARTS = (*_TEXT_PARTS, "input_image")
 _UNUSED_IN_PART: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "prompt_cache_breakpoint": (),
@@ -62,7 +65,7 @@ class ItemText(StrictModel):
         if isinstance(kind, str) and kind not in _TEXT_PARTS:
             raise RequestError(
                 f"parts of type {kind[:40]!r} are not supported; known are "
-                f"{', '.join(_TEXT_PARTS)}.",
+                f"{', '.join(_KNOWN_PARTS)}.",
                 code="unsupported_parameter",
             )
         if kind == "refusal" and "text" not in data and "refusal" in data:
@@ -78,6 +81,53 @@ class ItemText(StrictModel):
         return {"type": self.type, "text": self.text}
 
 
+class ItemImage(StrictModel):
+    """An image: a data URI, an http address, or a file of `/v1/files`."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: Name | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused(cls, data: Any) -> Any:
+        return drop_unused(data, _UNUSED_IN_PART)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ItemImage:
+        if (self.image_url is None) == (self.file_id is None):
+            raise RequestError(
+                "an image has an 'image_url' or a 'file_id', and not both.", "image_url"
+            )
+        return self
+
+    @property
+    def source(self) -> str | StoredFile:
+        return StoredFile(self.file_id) if self.file_id is not None else self.image_url or ""
+
+    def shown(self) -> dict[str, Any]:
+        return {
+            "type": self.type,
+            "detail": self.detail or "auto",
+            "file_id": self.file_id,
+            "image_url": self.image_url,
+        }
+
+
+def _parse_part(data: Any) -> Any:
+    if isinstance(data, ItemText | ItemImage):
+        return data
+    is_image = isinstance(data, dict) and data.get("type") == "input_image"
+    return (ItemImage if is_image else ItemText).model_validate(data)
+
+
+ItemPart = Annotated[
+    ItemText | ItemImage,
+    PlainValidator(_parse_part, json_schema_input_type=ItemText | ItemImage),
+]
+
+
 class _Item(StrictModel):
     id: Name | None = None
     status: Status | None = None
@@ -88,7 +138,11 @@ class _Item(StrictModel):
         return drop_unused(data, _UNUSED_IN_ITEM, ("phase",), "input.")
 
 
-Parts = Annotated[list[ItemText], Field(max_length=MAX_PARTS, fail_fast=True)]
+Parts = Annotated[list[ItemPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+def _text(parts: Sequence[ItemText | ItemImage]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, ItemText))
 
 
 def _parts(content: Any, kind: str) -> Any:
@@ -108,9 +162,20 @@ class MessageItem(_Item):
         kind = "output_text" if data.get("role") == "assistant" else "input_text"
         return {**data, "content": _parts(data["content"], kind)}
 
+    @model_validator(mode="after")
+    def _images_of_users(self) -> MessageItem:
+        for place, part in enumerate(self.content):
+            if isinstance(part, ItemImage) and self.role != "user":
+                raise RequestError(
+                    f"a message of role {self.role!r} has no images; those of user may have some.",
+                    f"content[{place}]",
+                )
+        return self
+
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content)
+        """The content without images."""
+        return _text(self.content)
 
 
 class FunctionCallItem(_Item):
@@ -138,7 +203,8 @@ class _CallOutputItem(_Item):
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.output)
+        """The output without images."""
+        return _text(self.output)
 
 
 class FunctionCallOutputItem(_CallOutputItem):

@@ -45,7 +45,7 @@ from quire.server.apis.responses.tools import ToolSearch, flat_name
 from quire.server.apis.route import EVENTS, FLAG, PAGE_QUERY, Route
 from quire.server.chat.dialogue import Dialogue
 from quire.server.chat.generation import count, prepare
-from quire.server.context.request_context import context_of, owner_of
+from quire.server.context.request_context import RequestContext, context_of, owner_of
 from quire.server.errors import ApiError, rename_fields
 from quire.server.http.bodies import read_body
 from quire.server.http.query import PAGING, Query, page_of
@@ -87,7 +87,7 @@ async def _answer(
     conversation: SocketConversation | None,
 ) -> Response:
     state = state_of(request)
-    dialogue = await _fitted(state, body, items)
+    dialogue = await _fitted(state, body, items, context_of(request))
     if conversation is not None:
         dialogue.memo, dialogue.with_tokens = conversation.memo, True
         if not conversation.generate:
@@ -146,7 +146,8 @@ async def count_input_tokens(request: Request) -> Response:
     state.check_model(body.model, context_of(request))
     items = items_of(body, store_of(request), owner_of(request))
     with rename_fields(NAMES):
-        ids = await count(state, await _fitted(state, body, items))
+        context = context_of(request)
+        ids = await count(state, await _fitted(state, body, items, context), context)
     return json_response(InputTokens(len(ids)))
 
 
@@ -164,7 +165,7 @@ async def compact_response(request: Request) -> Response:
     for choice in ("auto", "none"):
         body = body.model_copy(update={"tool_choice": choice, "text": None})
         with rename_fields(NAMES):
-            dialogue = await _fitted(state, body, compacting(items))
+            dialogue = await _fitted(state, body, compacting(items), context_of(request))
             reply = await prepare(state, dialogue, context_of(request))
             (answer,) = await unless_disconnected(request.receive, reply.whole())
         if summary := answer.text.strip():
@@ -238,7 +239,9 @@ def _stored(request: Request) -> StoredResponse:
     )
 
 
-async def _fitted(state: ServerState, body: PromptFields, items: tuple[Item, ...]) -> Dialogue:
+async def _fitted(
+    state: ServerState, body: PromptFields, items: tuple[Item, ...], context: RequestContext
+) -> Dialogue:
     """Returns the dialogue, with truncation "auto" without its oldest turns where it is too long.
 
     As few turns as possible are left out to leave room for the answer, which gets at most half of
@@ -247,13 +250,13 @@ async def _fitted(state: ServerState, body: PromptFields, items: tuple[Item, ...
     dialogue = await asyncio.to_thread(dialogue_of, state, body, items)
     if body.truncation != "auto":
         return dialogue
-    context = state.client.config.scheduler.max_model_len
-    room = context - min(getattr(body, "max_output_tokens", None) or 1, context // 2)
+    most = state.client.config.scheduler.max_model_len
+    room = most - min(getattr(body, "max_output_tokens", None) or 1, most // 2)
     low, high = 0, max(turns_in(items) - 1, 0)
     while low < high:
         middle = (low + high) // 2
         dialogue = await asyncio.to_thread(dialogue_of, state, body, without_oldest(items, middle))
-        if len(await count(state, dialogue)) <= room:
+        if len(await count(state, dialogue, context)) <= room:
             high = middle
         else:
             low = middle + 1

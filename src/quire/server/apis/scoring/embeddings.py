@@ -165,6 +165,13 @@ async def _vectors(
     tokenizer = state.tokenizer("messages")
     dialogue = rendered_only(state, body, body.messages)
     dialogue.add_generation_prompt = body.add_generation_prompt is True
+    for part in dialogue.parts:
+        raise ApiError(
+            400,
+            f"Invalid value for '{part.param}': embeddings of images are not supported.",
+            param=part.param,
+            code="unsupported_parameter",
+        )
     prompt = (await state.count(lambda: render_prompt(tokenizer, dialogue))).token_ids
     return (await vectors_of(request, body, {"messages": [prompt]}, params))["messages"]
 

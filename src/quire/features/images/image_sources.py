@@ -1,0 +1,50 @@
+"""The bytes of an image, from the forms in which requests have them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+
+from quire.errors import RequestError
+
+_DATA_URI = re.compile(r"data:([a-z]+/[a-z0-9.+-]+)?((?:;[a-z0-9-]+=[^;,]*)*)(;base64)?,", re.I)
+
+
+def refused(param: str, why: str, code: str = "invalid_image") -> RequestError:
+    """Returns the error of a field whose image cannot be used."""
+    return RequestError(f"Invalid value for '{param}': {why}", param, code)
+
+
+def decode_base64(text: str, most: int, param: str) -> bytes:
+    """Returns the bytes of a base64 text.
+
+    Args:
+        most: most bytes.
+    """
+    if len(text) > (most + 2) // 3 * 4 + 4 and len(text) * 3 // 4 > most:
+        raise too_large(len(text) * 3 // 4, most, param)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise refused(param, "it is not valid base64.") from None
+
+
+def too_large(size: int, most: int, param: str) -> RequestError:
+    return refused(
+        param,
+        f"the image has {size} bytes; at most {most} are allowed (--max-image-bytes).",
+        "image_too_large",
+    )
+
+
+def is_data_uri(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
+def decode_data_uri(url: str, most: int, param: str) -> tuple[bytes, str | None]:
+    """Returns the bytes of a data URI in base64, and the type that it declares."""
+    found = _DATA_URI.match(url)
+    if found is None or found[3] is None:
+        raise refused(param, "a data URI begins like 'data:image/png;base64,'.")
+    return decode_base64(url[found.end() :], most, param), found[1]

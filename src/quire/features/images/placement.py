@@ -1,0 +1,100 @@
+"""Places of images among a prompt's tokens, and their ids in the KV cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.features.call import PromptInputs, RequestField
+from quire.features.images.fields import CACHE_IDS, ITEMS, PlacedImage
+from quire.features.images.processor import ImageGrid
+from quire.features.images.shared_pixels import SharedPixels
+
+_MOST_ID = 2**31
+
+
+def image_ids(digest: bytes, count: int, vocab_size: int) -> Int32:
+    """Returns the ids of an image's positions, int32 [count], all of them >= `vocab_size`.
+
+    The ids hash the digest, so the prefix tree shares the KV of equal images only.
+    """
+    words = np.frombuffer(hashlib.shake_128(digest).digest(4 * count), dtype=np.uint32)
+    return int32(vocab_size + words % np.uint32(_MOST_ID - vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """An image whose pixels are in shared memory.
+
+    Attributes:
+        param: the request's field that has it.
+    """
+
+    pixels: SharedPixels
+    grid: ImageGrid
+    digest: bytes
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInputs(PromptInputs):
+    """The images of a prompt.
+
+    Attributes:
+        images: in the order of their places.
+        starts: position of each image's first token.
+        vocab_size: ids of images begin here.
+    """
+
+    images: Sequence[LoadedImage]
+    starts: Sequence[int]
+    vocab_size: int
+
+    def cache_ids(self, ids: Int32) -> Int32:
+        known = int32(ids).copy()
+        for image, start in zip(self.images, self.starts, strict=True):
+            count = image.grid.tokens
+            known[start : start + count] = image_ids(image.digest, count, self.vocab_size)
+        return known
+
+    def fields(self, ids: Int32) -> Mapping[RequestField[Any], Any]:
+        items = [
+            PlacedImage(
+                start=start,
+                tokens=image.grid.tokens,
+                digest=image.digest,
+                grid=(image.grid.t, image.grid.h, image.grid.w, image.grid.merge),
+                size=image.pixels.size,
+                memory=image.pixels.place,
+            )
+            for image, start in zip(self.images, self.starts, strict=True)
+        ]
+        return {ITEMS: items, CACHE_IDS: self.cache_ids(ids)}
+
+    def shifted(self, count: int) -> ImageInputs:
+        return replace(self, starts=[start + count for start in self.starts])
+
+
+def place_images(
+    ids: Int32, images: Sequence[LoadedImage], token_id: int, vocab_size: int
+) -> tuple[Int32, ImageInputs] | None:
+    """Repeats the token of each image as often as the image has positions.
+
+    Returns the prompt and its images. None: the number of such tokens is not that of the images.
+
+    Args:
+        ids: int32 [n].
+        token_id: the token that stands for an image.
+    """
+    found = np.flatnonzero(ids == token_id)
+    if len(found) != len(images):
+        return None
+    counts = np.ones(len(ids), dtype=np.int64)
+    counts[found] = [image.grid.tokens for image in images]
+    starts = np.cumsum(counts) - counts
+    return int32(np.repeat(ids, counts)), ImageInputs(images, starts[found].tolist(), vocab_size)

@@ -1,0 +1,1 @@
+"""Vision towers: encoders whose outputs take the place of token embeddings."""

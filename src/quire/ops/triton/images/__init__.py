@@ -1,0 +1,1 @@
+"""Kernels of images: pixels to patches, a tower's layers, and its outputs in a step."""
