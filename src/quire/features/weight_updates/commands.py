@@ -59,7 +59,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     group: JoinGroup
 
 
-class Leave(msgspec.Struct, frozen=True, tag="leave"):
+class LeaveGroup(msgspec.Struct, frozen=True, tag="leave_group"):
     """Leaves a trainer's group."""
 
     group: str
@@ -79,7 +79,7 @@ class Restore(msgspec.Struct, frozen=True, tag="restore"):
     read: bool
 
 
-Command = Prepare | AwaitThread | Write | Drop | Join | Leave | Release | Restore
+Command = Prepare | AwaitThread | Write | Drop | Join | LeaveGroup | Release | Restore
 _decoder = msgspec.json.Decoder(Command)
 
 

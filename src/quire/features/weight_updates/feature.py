@@ -47,7 +47,7 @@ from quire.features.weight_updates.commands import (
     Command,
     Drop,
     Join,
-    Leave,
+    LeaveGroup,
     Prepare,
     Release,
     Restore,
@@ -445,4 +445,4 @@ class WeightUpdates(Feature, LoopFeature):
             self._hook.drop(number)
 
     def _leave(self, asked: str) -> Job:
-        yield from self._send(Leave(asked))
+        yield from self._send(LeaveGroup(asked))

@@ -25,7 +25,7 @@ from quire.features.weight_updates.commands import (
     Command,
     Drop,
     Join,
-    Leave,
+    LeaveGroup,
     Prepare,
     Release,
     Restore,
@@ -162,7 +162,7 @@ class UpdateHook(HostHook):
                 self.drop(number)
             case Join(number, group):
                 self.join(number, group)
-            case Leave(group):
+            case LeaveGroup(group):
                 if self._groups.pop(group, None) is None:
                     raise QuireError(f"this engine has not joined a group {group!r}")
             case Release(level, tags):

@@ -9,15 +9,14 @@ class UpdateStats(msgspec.Struct):
     """Counts since the start.
 
     Attributes:
-        version: Version of the weights: their updates.
-        updates: Updates that succeeded.
-        failures: Updates that failed, before or after their first byte.
-        bytes: Bytes of the tensors that were written.
-        seconds: Seconds in which no step could run because weights were written.
-        incomplete: 1 while weights are incomplete, because an update has failed.
+        version: Version of the weights.
+        updates: Number of successful updates.
+        failures: Number of failed updates.
+        bytes: Bytes of all written tensors.
+        seconds: Time of all writes, in which no step runs.
+        incomplete: 1 after an update that failed while it wrote.
         asleep: 1 while memory is given up.
-        stale_draft_updates: Updates since the drafts' own weights were current; 0 without drafts
-            of own weights.
+        stale_draft_updates: Number of updates that did not reach the drafts' own weights.
     """
 
     version: int = 0
