@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.tools.bench import plots
 from quire.tools.bench.record import BenchRecord, number, read_jsonl
 from tables import RESULTS, table
 
@@ -63,18 +64,19 @@ def plot(records: Sequence[BenchRecord], path: Path) -> None:
 
     found = climbs(records)
     names = order(found)
-    height = 0.25 * len(names) * max(1.2, len(found)) + 1
+    height = 0.16 * len(names) * max(1.2, len(found)) + 1
     figure = Figure(figsize=(8, height), layout="constrained")
     panel = figure.subplots()
     for place, (machine, own) in enumerate(found.items()):
         rows = [names.index(name) + 0.8 * (place + 0.5) / len(found) - 0.4 for name in own]
-        bars = panel.barh(rows, list(own.values()), 0.8 / len(found), label=machine)
+        color = plots.COLORS[place % len(plots.COLORS)]
+        bars = panel.barh(rows, list(own.values()), 0.8 / len(found), label=machine, color=color)
         panel.bar_label(bars, [f"{value:.3g} ×" for value in own.values()], padding=2, fontsize=8)
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     if max(value for own in found.values() for value in own.values()) > _LINEAR:
         panel.set_xscale("log")
-    panel.margins(x=0.1)
+    panel.margins(x=0.1, y=0.01)
     panel.set_xlabel("output tokens per second, as a multiple of naive recompute")
-    panel.legend(loc="upper right")
-    figure.savefig(path, dpi=110)
+    plots.name_series(panel, columns=2)
+    plots.save(figure, path)

@@ -21,21 +21,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ladder_report
+import memory_report
+import newest_report
 import online_report
 from quire.tools.bench import ablation, plots, startup
 from quire.tools.bench.record import BenchRecord, read_jsonl
 from tables import DTYPE, PLAIN, RESULTS, content, dtype_of, marked, replace, table
 from targets import CARD, TARGETS, Target
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
-import budget
-
 ROOT = RESULTS.parents[1]
 PAGES = (
     ROOT / "README.md",
     ROOT / "WRITEUP.md",
+    ROOT / "docs" / "deploy.md",
     ROOT / "docs" / "performance.md",
-    ROOT / "docs" / "performance" / "budget.md",
+    *(
+        ROOT / "docs" / "performance" / f"{name}.md"
+        for name in ("cases", "serving", "optimizations", "deterministic", "start")
+    ),
     ROOT / "bench" / "vs_vllm.md",
 )
 """Pages with marked tables."""
@@ -298,9 +301,9 @@ def switches(book: Book) -> str:
         if not lines:
             continue
         name = next((t.model for t in TARGETS if t.model.lower() == model), model)
-        parts.append(f"### {name}, one thing off at a time\n\n{ablation.markdown(lines)}")
+        parts.append(f"## {name}, one thing off at a time\n\n{ablation.markdown(lines)}")
         if (IMAGES / picture(model)).exists():
-            parts.append(f"![Speed without each optimization]({IMAGES.name}/{picture(model)})\n")
+            parts.append(f"![Speed without each optimization](../{IMAGES.name}/{picture(model)})\n")
     return "\n".join(parts) or "Not measured yet.\n"
 
 
@@ -322,39 +325,6 @@ def deterministic(book: Book) -> str:
         rows.append([target.model, target.label, *both, cost])
     header = ("model", "case", "plain", "deterministic", "speed")
     return table(header, rows) if rows else "Not measured yet.\n"
-
-
-_SUMMARY = (
-    ("Qwen3-0.6B", "b1", "output_tok_s", "Qwen3-0.6B, one stream"),
-    ("Qwen3-0.6B", "nano", "output_tok_s", "Qwen3-0.6B, 256 requests offline"),
-    ("Qwen3-0.6B", "ttft", "ttft_2048_ms", "Qwen3-0.6B, first token of a prompt of 2048"),
-    ("Qwen3-8B", "b64", "output_tok_s", "Qwen3-8B, 64 requests offline"),
-    ("Qwen3-8B", "ttft", "ttft_8192_ms", "Qwen3-8B, first token of a prompt of 8192"),
-    ("Qwen3-0.6B", "startup", "first_token_s", "Qwen3-0.6B, from the command to the first token"),
-)
-"""Rows of the README: model, case, metric, label. The case where Quire is behind is among them."""
-
-
-def summary(book: Book, found: online_report.Latest, peers: online_report.Peers) -> str:
-    """Returns the README's table: vLLM beside Quire, offline and served."""
-    (vllm,) = [peer for peer in book.peers if peer.name == "vLLM"]
-    rows = []
-    for model, case, metric, label in _SUMMARY:
-        target = Target(model, label, case, metric, None)
-        ours = book.figure(model, case, metric)
-        theirs = vllm.figures.get((model.lower(), case, metric))
-        cells = [f"{shown(value, target)} {target.unit}" for value in (theirs, ours)]
-        rows.append([label, *cells])
-    for (model, streams), theirs_served in peers.items():
-        record = found.get((model, f"serve-{streams}"))
-        if record is not None and streams >= 64:
-            cells = [
-                f"{m['output_tok_s']:,.0f} tok/s, {m['ttft_p50_ms']:.0f} ms"
-                for m in (theirs_served, record.metrics)
-            ]
-            label = f"{online_report.NAMES[model]} served to {streams} streams: throughput, "
-            rows.append([label + "median time to first token", *cells])
-    return table(("", f"vLLM {vllm.version}", "Quire"), rows)
 
 
 def starts(book: Book) -> str:
@@ -391,14 +361,17 @@ TABLES = {
 def contents(book: Book) -> dict[str, str]:
     """Returns the text of every place that a page may mark."""
     found, peers = online_report.load(), online_report.load_peers()
+    machines = newest_report.load()
     return {
         **{name: make(book) for name, make in TABLES.items()},
-        "summary": summary(book, found, peers),
+        "summary": newest_report.summary(machines),
+        "newest": newest_report.newest(machines),
+        "machines": newest_report.machines(machines),
+        "memory": memory_report.memory(),
         "online": online_report.online(found, peers),
         "percentiles": online_report.percentiles(found, peers),
         "users": online_report.users(found),
         "ladder": ladder_report.rungs(ladder_report.load()),
-        "budget": budget.markdown([(t, *budget.evaluate(t)) for t in budget.TARGETS]),
     }
 
 

@@ -330,17 +330,15 @@ def code_lines(file: Path) -> int:
 
 
 def markdown(lines: dict[str, int]) -> str:
-    """Returns a table of files, and of packages that `CORE` lists as such, with their lines."""
-    rows: dict[str, int] = {}
+    """Returns a table of folders, with the number of the core's files and of their lines."""
+    folders: dict[str, list[int]] = {}
     for name, count in lines.items():
-        package = next(
-            (each for each in CORE if each.endswith("/") and name.startswith(each)), name
-        )
-        rows[package] = rows.get(package, 0) + count
-    table = [f"| `{name}` | {count} |" for name, count in rows.items() if count]
-    head = ["| file or package | lines of code |", "| --- | ---: |"]
+        folders.setdefault(str(Path(name).parent), []).append(count)
+    names = {folder: f"`{folder}/`" for folder in folders} | {".": "files at the top"}
+    table = [f"| {names[f]} | {len(counts)} | {sum(counts)} |" for f, counts in folders.items()]
+    head = ["| folder | files | lines of code |", "| --- | ---: | ---: |"]
     total = sum(lines.values())
-    return "\n".join([*head, *table, f"| **{len(lines)} files** | **{total}** |"])
+    return "\n".join([*head, *table, f"| **all** | **{len(lines)}** | **{total}** |"])
 
 
 def with_table(page: str, table: str) -> str:

@@ -5,7 +5,7 @@
 
 A room is a folder, or a file that stands directly in the counted folder. An arrow is an import of
 one room by another, counted once. Lines of code exclude blanks, comments and docstrings.
-docs/internals/rooms.md has the counts.
+docs/internals/rooms.md draws them.
 """
 
 from __future__ import annotations

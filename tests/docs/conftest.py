@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (made / "mooncake.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (made / "engine.json").write_bytes(msgspec.json.encode(EngineModel()))
+    (made / "keys.toml").write_text('[alice]\nkey = "sk-alice"\n')
     # As the README has it.
     (made / "quire.yaml").write_text("model: my/model\nmax_num_seqs: 64\n")
     return made

@@ -50,6 +50,7 @@ NOT_RUN = {
     "tests/models/test_experts_parallel.py",
     '{"method": "mtp"}': "the embedded model has no such layer; tests/models/test_draft_heads.py",
     "--transport nixl": "needs the extra nixl; tests/server/test_disagg.py",
+    "quire tune": "measures kernels on a GPU; tests/features/tuning",
     "--nvtx": "names what a GPU runs; the same command is run without it",
     "SmolLM2": "a published model; tests/real runs it",
     "model.gguf": "a file that is to be made, and the extra gguf; tests/models/test_gguf.py",

@@ -24,7 +24,7 @@ NOT_HERE = {
     "src/quire/models/families/starcoder2.py": "the page writes it",
 }
 """Paths that a page names and that do not exist, and why."""
-NO_MODULES = ("yaml", "json", "jsonl", "service", "env", "key", "csv", "log")
+NO_MODULES = ("yaml", "json", "jsonl", "service", "env", "key", "csv", "log", "conf")
 """Endings of files that are called quire, and are no modules."""
 ATTRIBUTES = (
     "quire.time_to_first_token", "quire.replica", "quire.prefill", "quire.attempts",

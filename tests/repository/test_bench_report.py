@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpu_table
+import newest_report
 import online_report
 import report
 import tables
@@ -156,11 +157,11 @@ def test_switches_of_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     table = report.switches(made)
     assert row(table, "b1") == ["b1", "10 tok/s", "4 (-60 %)"]
-    assert "### Qwen3-0.6B, one thing off at a time" in table
+    assert "## Qwen3-0.6B, one thing off at a time" in table
     assert ".png" not in table
     pytest.importorskip("matplotlib")
     report.draw(made)
-    assert "(images/ablation-qwen3-0.6b.png)" in report.switches(made)
+    assert "(../images/ablation-qwen3-0.6b.png)" in report.switches(made)
 
 
 def test_cost_of_deterministic_results() -> None:
@@ -277,3 +278,24 @@ def test_peers_file_names_versions_and_card() -> None:
         ("vLLM", "0.26.0", CARD),
         ("SGLang", "0.5.16", CARD),
     ]
+
+
+def test_engines_on_one_machine() -> None:
+    figures = {
+        "b1 (256 out)": {"A": 100.0, "B": 150.0, "Quire": 300.0},
+        "TTFT 512": {"A": 6.0, "B": 12.0, "Quire": 3.0},
+        "nano": {"Quire": 9.0},
+    }
+    machine = {
+        "card": "NVIDIA H200",
+        "date": "2026-02-01",
+        "versions": {"A": "1", "B": "2", "Quire": "abc"},
+        "setup": "one after the other",
+        "models": {"m": figures},
+    }
+    whole = newest_report.machines([machine])
+    assert row(whole, "m", "b1 (256 out)")[2:] == ["100", "150", "300", "2.00 ×"]
+    assert row(whole, "m", "TTFT 512")[2:] == ["6", "12", "3", "2.00 ×"]
+    assert row(whole, "m", "nano")[2:] == ["–", "–", "9", "–"]
+    short = row(newest_report.newest([machine]), "H200", "m")
+    assert short[2:] == ["–", "–", "300 (2.00 ×)", "3 (2.00 ×)", "–", "–", "–"]

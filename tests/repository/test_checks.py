@@ -67,10 +67,14 @@ def test_lines_of_code(tmp_path: Path) -> None:
     table = core.markdown(
         {"llm.py": 5, "quantization/a.py": 2, "quantization/b.py": 1, "version.py": 0}
     )
-    rows = ["| `llm.py` | 5 |", "| `quantization/` | 3 |", "| **4 files** | **8** |"]
+    rows = [
+        "| files at the top | 2 | 5 |",
+        "| `quantization/` | 2 | 3 |",
+        "| **all** | **4** | **8** |",
+    ]
     assert table.splitlines()[2:] == rows
-    page = "a\n<!-- core: begin -->\nold\n<!-- core: end -->\nb\n"
-    assert "old" not in core.with_table(page, table)
+    page = "a\n<!-- core: begin -->\nbefore\n<!-- core: end -->\nb\n"
+    assert "before" not in core.with_table(page, table)
     with pytest.raises(SystemExit, match="markers"):
         core.with_table("a", table)
 

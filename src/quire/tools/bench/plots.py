@@ -12,6 +12,10 @@ from quire.tools.bench.record import BenchRecord
 
 _RATE = "output tokens/s"
 _TIMES = {"ttft": "first token", "itl": "between tokens", "e2e": "whole answer"}
+_TEXT = "#7d8590"
+"""Color of text and axes. It is legible on a light and on a dark page."""
+COLORS = ("#2f81f7", "#d4761c", "#2da44e", "#a371f7", "#bf3989", "#57606a", "#b59f00", "#1b7c83")
+"""Colors of series, in their order."""
 
 
 def throughput(records: Sequence[BenchRecord], path: Path) -> None:
@@ -44,7 +48,7 @@ def throughput(records: Sequence[BenchRecord], path: Path) -> None:
         _from_zero(panel)
     for (values, unit), panel in zip(bars, panels[len(axes) :], strict=True):
         _bars(panel, [name for name, _ in values], [value for _, value in values], unit)
-    _save(figure, path)
+    save(figure, path)
 
 
 def online(records: Sequence[BenchRecord], path: Path) -> None:
@@ -59,13 +63,12 @@ def online(records: Sequence[BenchRecord], path: Path) -> None:
         for name in names:
             values = [record.metrics.get(name, float("nan")) for record in records]
             panel.plot(cases, values, marker="o", label=name.split("_")[1])
-        panel.set_title(_TIMES[kind])
-        panel.set_ylabel("ms")
-        panel.legend()
+        panel.set_ylabel(f"{_TIMES[kind]}, ms")
+        name_series(panel)
     for panel in panels:
         panel.set_xlabel("streams")
         _from_zero(panel)
-    _save(figure, path)
+    save(figure, path)
 
 
 def rates(records: Sequence[BenchRecord], path: Path, *, limits: Mapping[str, float]) -> None:
@@ -83,7 +86,7 @@ def rates(records: Sequence[BenchRecord], path: Path, *, limits: Mapping[str, fl
         panel.set_ylabel("ms")
         panel.set_xlabel("requests/s")
         panel.legend()
-    _save(figure, path)
+    save(figure, path)
 
 
 def beside(
@@ -100,15 +103,15 @@ def beside(
     figure, panels = _panels(2, "One NVIDIA H200, prompts of 512 tokens, 256 out, streamed")
     kinds = (("output_tok_s", _RATE), ("ttft_p50_ms", "median ms to the first token"))
     for panel, (metric, unit) in zip(panels, kinds, strict=True):
-        for index, (name, color) in enumerate(zip(names, ("#9aa5b1", "#2563eb"), strict=True)):
+        for index, (name, color) in enumerate(zip(names, ("#8c959f", COLORS[0]), strict=True)):
             heights = [engines[index][metric] for _, *engines in rows]
             at = [place + 0.4 * (index - 0.5) for place in range(len(rows))]
             bars = panel.bar(at, heights, width=0.4, label=name, color=color)
             panel.bar_label(bars, labels=[f"{height:,.0f}" for height in heights], fontsize=7)
         panel.set_xticks(range(len(rows)), [label for label, *_ in rows], fontsize=7)
         panel.set_ylabel(unit)
-        panel.legend()
-    _save(figure, path)
+        name_series(panel)
+    save(figure, path)
 
 
 def latency(records: Sequence[BenchRecord], path: Path) -> None:
@@ -120,14 +123,13 @@ def latency(records: Sequence[BenchRecord], path: Path) -> None:
         for name in names:
             values = [record.metrics.get(name, float("nan")) for record in records]
             panel.plot(cases, values, marker="o", linestyle="", label=name.split("_")[1])
-        panel.set_title(title)
         panel.set_xlabel("prompt x output tokens")
-        panel.set_ylabel("ms")
+        panel.set_ylabel(f"{title}, ms")
         _from_zero(panel)
         panel.tick_params(axis="x", rotation=30)
         if names:
-            panel.legend()
-    _save(figure, path)
+            name_series(panel)
+    save(figure, path)
 
 
 def phases(records: Sequence[BenchRecord], path: Path) -> None:
@@ -137,11 +139,12 @@ def phases(records: Sequence[BenchRecord], path: Path) -> None:
     left = [0.0] * len(records)
     for phase in startup.PHASES:
         widths = [record.metrics.get(phase, 0.0) for record in records]
-        panel.barh(names, widths, left=left, label=phase.removesuffix("_s"))
+        color = COLORS[startup.PHASES.index(phase) % len(COLORS)]
+        panel.barh(names, widths, left=left, label=phase.removesuffix("_s"), color=color)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     panel.set_xlabel("seconds to the first token")
-    figure.legend(loc="outside lower center", ncols=len(startup.PHASES))
-    _save(figure, path)
+    name_series(panel)
+    save(figure, path)
 
 
 def switches(records: Sequence[BenchRecord], path: Path) -> None:
@@ -155,13 +158,13 @@ def switches(records: Sequence[BenchRecord], path: Path) -> None:
         speeds = [
             100 * line.speed(switch) if switch in line.off else float("nan") for line in table
         ]
-        panel.bar(at, speeds, width, label=f"without {switch}")
-    panel.axhline(100, color="black", linewidth=0.8)
+        panel.bar(at, speeds, width, label=f"without {switch}", color=COLORS[place])
+    panel.axhline(100, color=_TEXT, linewidth=0.8)
     middle = (len(shown) - 1) * width / 2
     panel.set_xticks([i + middle for i in range(len(table))], [line.label for line in table])
     panel.set_ylabel("% of the speed with everything on")
-    panel.legend(fontsize="small")
-    _save(figure, path)
+    name_series(panel)
+    save(figure, path)
 
 
 def quality(records: Sequence[BenchRecord], path: Path) -> None:
@@ -174,7 +177,7 @@ def quality(records: Sequence[BenchRecord], path: Path) -> None:
         shown = [record for record in records if record.settings["text"] == text][::-1]
         changes = [record.metrics["change_percent"] for record in shown]
         heights = [record.metrics["kl"] for record in shown]
-        colors = ["#2563eb" if change <= 5 else "#dc2626" for change in changes]
+        colors = [COLORS[0] if change <= 5 else "#da3633" for change in changes]
         bars = panel.barh([record.case for record in shown], heights, color=colors)
         labels = [f" perplexity {change:+.2f} %" for change in changes]
         panel.bar_label(bars, labels=labels, fontsize=7)
@@ -183,7 +186,7 @@ def quality(records: Sequence[BenchRecord], path: Path) -> None:
         panel.set_title(text, fontsize="small")
         panel.set_xlabel("KL divergence from the original, nats per token")
         panel.tick_params(axis="y", labelsize=7)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _panels(count: int, title: str, width: float = 6.0) -> tuple[Any, list[Any]]:
@@ -202,6 +205,14 @@ def _bars(panel: Any, names: list[str], values: list[float], unit: str) -> None:
     panel.set_ylabel(unit)
 
 
+def name_series(panel: Any, columns: int = 5) -> None:
+    """Writes the names of the series above the panel, in the colors of the series."""
+    panel.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, fontsize="small",
+        handlelength=0.8, handletextpad=0.4, labelcolor="linecolor",
+    )  # fmt: skip
+
+
 def _from_zero(panel: Any) -> None:
     if panel.lines:
         panel.set_ylim(0, 1.08 * panel.dataLim.ymax)
@@ -213,5 +224,17 @@ def _title(records: Sequence[BenchRecord]) -> str:
     return f"{models} on {cards}"
 
 
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, format="png", dpi=120)
+def save(figure: Any, path: Path) -> None:
+    """Draws axes and text in one style, on a transparent ground, and writes a PNG."""
+    title = figure.get_suptitle() if hasattr(figure, "get_suptitle") else ""
+    if title:
+        figure.suptitle(title, color=_TEXT, fontsize="medium")
+    for panel in figure.axes:
+        panel.set_facecolor("none")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[:].set_color(_TEXT)
+        panel.tick_params(colors=_TEXT, which="both")
+        panel.title.set_color(_TEXT)
+        for text in (panel.xaxis.label, panel.yaxis.label, *panel.texts):
+            text.set_color(_TEXT)
+    figure.savefig(path, format="png", dpi=120, transparent=True)
