@@ -180,7 +180,7 @@ def test_vllm_and_trl_names(
         group = JoinGroup(address, port, 1 - rank, size, name, timeout=60.0)
         if rank:
             body: Any = {"host": address, "port": port, "world_size": size}
-            path = "/init_communicator/"
+            path = "/init_communicator"
         else:
             found = {"master_address": address, "master_port": port, "rank_offset": 1}
             body = {"init_info": {**found, "world_size": size}}
@@ -196,9 +196,9 @@ def test_vllm_and_trl_names(
         if rank:
             for info in infos[:3]:
                 body = {"name": info.name, "dtype": "torch.bfloat16", "shape": list(info.shape)}
-                assert post(server, "/update_named_param/", body).status_code == 200
+                assert post(server, "/update_named_param", body).status_code == 200
                 member.send([weights[0][info.name]], src=1)
-            assert post(server, "/close_communicator/", {}).status_code == 200
+            assert post(server, "/close_communicator", {}).status_code == 200
             continue
         assert post(server, "/start_weight_update", {}).json()["paused"]
         for part in (infos[:5], infos[5:]):
@@ -230,7 +230,7 @@ def test_pauses_and_aborts(server: Server) -> None:
     assert found[0]["finish_reason"] == "abort"
     assert not post(server, "/continue_generation").json()["paused"]
     assert get(server, "/flush_cache").status_code == 200
-    assert get(server, "/get_world_size/").json() == {"world_size": 1}
+    assert get(server, "/get_world_size").json() == {"world_size": 1}
 
 
 @pytest.mark.parametrize(

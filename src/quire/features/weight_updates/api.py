@@ -5,7 +5,6 @@ All of them are for admins. Payloads are JSON. Fields that hold pickled objects 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -649,10 +648,3 @@ ROUTES: tuple[Route, ...] = (
     Route("get", "/is_paused", is_paused, "Whether the engine is paused (vLLM's name)",
           answer=PauseState),
 )  # fmt: skip
-_TRL = ("/init_communicator", "/update_named_param", "/close_communicator", "/get_world_size")
-ROUTES += tuple(
-    dataclasses.replace(route, path=f"{route.path}/", summary="")
-    for route in ROUTES
-    if route.path in _TRL
-)
-"""TRL's client ends its paths with a slash."""
