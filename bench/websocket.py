@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from quire.engine.loop.output import CompletionUpdate
 from quire.sampling_params import SamplingParams
 from quire.server.args import ServerArgs
 from quire.server.process.uvicorn_server import BoundedHttpProtocol
 from quire.text.tokenizer import Tokenizer
-from tests.server.fakes import Update
 from tests.server.scripted import MODEL, TEMPLATE, Scripted, Speaker, serve
 from tests.server.socket_client import SocketClient
 
@@ -60,12 +60,12 @@ class InstantEngine(Speaker):
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncIterator[CompletionUpdate]:
         self.prompt_tokens = len(prompt)
         ids = self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False).tolist()
         for place, token in enumerate(ids):
             last = place == len(ids) - 1
-            yield Update(
+            yield CompletionUpdate(
                 0,
                 self.tokenizer.token_text(token),
                 [token],

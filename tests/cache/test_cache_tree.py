@@ -444,6 +444,56 @@ class TreeMachine(RuleBasedStateMachine):
         assert found == self.present
 
 
+class LeaseMachine(TreeMachine):
+    """Prefixes under leases stay while others can be evicted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases: list[Node] = []
+
+    @precondition(lambda self: self.present)
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        match = find(self.tree, list(data.draw(st.sampled_from(sorted(self.present)))))
+        node = match.tail or match.node
+        self.tree.lease(node)
+        self.leases.append(node)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        self.tree.end_lease(self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1))))
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        nodes = [node for node in nodes_of(self.tree) if not node.users]
+        leased = {spell(node) for node in nodes if node.leases}
+        others = sum(node.count for node in nodes if not node.leases)
+        count = data.draw(st.integers(1, len(self.order)))
+        assert len(evict(self.tree, count)) == count
+        left = {p for node in nodes_of(self.tree) for p in [spell(node)]}
+        self.present = left | {p for tokens in left for p in self.prefixes(tokens)}
+        self.order = [prefix for prefix in self.order if prefix in self.present]
+        if count <= others:
+            assert leased <= self.present
+
+    @invariant()
+    def marks_are_counted(self) -> None:
+        nodes = nodes_of(self.tree)
+        assert self.tree.num_leased == sum(node.count for node in nodes if node.leases)
+        for node in nodes:
+            assert node.leases >= max((child.leases for child in node.children.values()), default=0)
+        assert set(self.tree._idle) == {n for n in nodes if not n.users and not n.leases}
+        assert set(self.tree._leased) == {n for n in nodes if not n.users and n.leases}
+
+    def teardown(self) -> None:
+        for node in self.leases:
+            self.tree.end_lease(node)
+        assert not any(node.leases for node in nodes_of(self.tree))
+        assert not self.tree.num_leased
+
+
 def spell(node: Node) -> tuple[int, ...]:
     runs = []
     at: Node | None = node
@@ -455,3 +505,20 @@ def spell(node: Node) -> tuple[int, ...]:
 
 TestTreeMachine = TreeMachine.TestCase
 TestTreeMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=examples(100), stateful_step_count=40)
+
+
+def test_leased_prefixes_are_evicted_last() -> None:
+    tree = PrefixTree(_SIZE, [None])
+    for tokens, block in (([1, 2, 3, 4], 0), ([5, 6], 10), ([1, 2, 7, 8], 20)):
+        tree.leave(grow(tree, tokens, block))
+    node = find(tree, [1, 2, 3, 4]).node
+    tree.lease(node)
+    assert tree.num_leased == 2
+    assert evict(tree, 2) == [10, 21]
+    assert evict(tree, 1) == [1]  # a lease does not hold up a request
+    assert tree.num_leased == 1
+    tree.end_lease(node)
+    assert tree.num_leased == 0
+    assert evict(tree, 1) == [0]

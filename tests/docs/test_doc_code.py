@@ -20,7 +20,7 @@ NOT_RUN = {
     "starcoder2": "the same page's test",
     "constant_token": "parts of a folder; tests/features/test_one_folder.py compares them",
     "top_n_sigma": "a parameter to add; tests/features/samplers/test_adding_a_parameter.py does",
-    "Qwen3-VL-2B": "a model that the tests do not have; tests/features/images/test_vision_engine.py",
+    "Qwen3-VL-2B": "a large model; tests/features/images/test_vision_engine.py has tiny ones",
     "from ollama import": "a client that the tests do not need; tests/server/test_ollama.py",
     "reasoning_content": "a model that thinks; tests/server/test_tools_and_thinking.py",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ from quire.layers.batch import ForwardBatch, GivenRows
 from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
 from quire.models.vision.tower import VisionTower, has_tower, load_tower, tower_spec
 from tests.features.images.checkpoints import CASES, TOKENS, save_checkpoint
+from tests.models import quantized_checkpoints
 from tests.models.harness import Harness, Row
+from tests.models.test_quantized_checkpoints import ROUNDS_INPUTS, logits
+from tests.models.test_quantized_checkpoints import loaded as loaded_quantized
 
 IMAGE = TOKENS["image_token_id"]
 SIZES = [(41, 29), (8, 90), (64, 64), (17, 16), (97, 33)]
@@ -325,3 +329,37 @@ def test_sections_that_are_refused(folders: Any, sections: Any) -> None:
     config["text_config"]["rope_parameters"]["mrope_section"] = sections
     with pytest.raises(ModelError, match="mrope_section must be three numbers whose sum is 4"):
         spec_from_config(config)
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8-per-output", "w8a16"])
+def test_quantized_checkpoints_have_16_bit_towers(folders: Any, tmp_path: Path, form: str) -> None:
+    folder, _ = folders("qwen3-vl")
+    settings, maker = quantized_checkpoints.CASES[form]
+    exact = load_file(folder / "model.safetensors")
+    stored = dict(exact)
+    draw = np.random.default_rng(0)
+    for name, tensor in exact.items():
+        if ".layers." in name and name.endswith("_proj.weight"):
+            made, rounded = maker(draw, tensor.double().numpy())
+            module = name.removesuffix(".weight")
+            del stored[name]
+            stored |= {f"{module}.{key}": value.contiguous() for key, value in made.items()}
+            exact[name] = torch.from_numpy(rounded).float()
+    config = load_config(folder)
+    for where, tensors, more in (
+        ("quantized", stored, {"quantization_config": settings}),
+        ("exact", exact, {}),
+    ):
+        (tmp_path / where).mkdir()
+        save_file(tensors, tmp_path / where / "model.safetensors")
+        (tmp_path / where / "config.json").write_text(json.dumps(config | more))
+    found, expected = (
+        logits(loaded_quantized(tmp_path / "quantized")),
+        logits(loaded(tmp_path / "exact")),
+    )
+    error = (found - expected).norm() / expected.norm()
+    assert error < (0.25 if form in ROUNDS_INPUTS else 1e-5)
+    for own, same in zip(
+        tower_of(tmp_path / "quantized").parameters(), tower_of(folder).parameters(), strict=True
+    ):
+        assert torch.equal(own, same)

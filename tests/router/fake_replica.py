@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from starlette.responses import Response
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from quire.features.kv_events.messages import KVEventLine
 from quire.features.kv_events.prompt_report import PROMPT_HEADER
@@ -24,6 +26,7 @@ from quire.server.http.replica_proofs import (
     prove,
     tag_in,
 )
+from quire.server.http.websocket import WEBSOCKETS
 
 
 @dataclass
@@ -42,6 +45,10 @@ class FakeReplica:
         answers_late: number of further health checks to let time out.
         frozen: whether it keeps its connections, but sends nothing.
         key: the key to require and to prove.
+        waits: whether a turn of a WebSocket waits for `gate` before its end.
+        turns: the events of its WebSockets' clients.
+        sockets: headers of the handshakes of its WebSockets.
+        open: number of its open WebSockets.
         other_place: whether it proves the key for another address, as a relay would.
         keys_seen: the received keys.
     """
@@ -65,12 +72,19 @@ class FakeReplica:
     key: str | None = None
     other_place: bool = False
     keys_seen: list[str] = field(default_factory=list)
+    waits: bool = False
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    sockets: list[dict[str, str]] = field(default_factory=list)
+    open: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     server: Any = None
     url: str = ""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
+        if scope["type"] == "websocket":
+            await self._converse(WebSocket(scope, receive, send))
+            return
         if (tag := tag_in(scope["headers"])) is not None:
             send = with_headers(send, [(TAG_HEADER, tag)])
         body, more = b"", True
@@ -141,6 +155,32 @@ class FakeReplica:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
+    async def _converse(self, websocket: WebSocket) -> None:
+        """Answers each turn with its own fields."""
+        if self.status != 200:
+            await websocket.send_denial_response(Response(b"refused", self.status))
+            return
+        self.sockets.append(dict(websocket.headers))
+        await websocket.accept()
+        self.open += 1
+        with contextlib.suppress(WebSocketDisconnect):
+            while True:
+                event = await websocket.receive_json()
+                self.turns.append(event)
+                previous = event.get("previous_response_id")
+                if previous is not None and previous not in self.stored:
+                    error = {"code": "previous_response_not_found"}
+                    await websocket.send_json({"type": "error", "status": 400, "error": error})
+                    continue
+                created = {"type": "response.created", "response": {"id": "r", "echo": event}}
+                await websocket.send_json(created)
+                if self.waits:
+                    await self.gate.wait()
+                usage = {"total_tokens": 10}
+                completed = {"type": "response.completed", "response": {"usage": usage}}
+                await websocket.send_json(completed)
+        self.open -= 1
+
     async def _stream(self, receive: Any, send: Any) -> None:
         leaving = asyncio.create_task(receive())
         headers = [
@@ -177,18 +217,24 @@ async def _answer(send: Any, status: int, body: bytes) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
-    """Serves an application on a free port; yields the address."""
+async def serving(app: Any, servers: list[uvicorn.Server] | None = None) -> AsyncIterator[str]:
+    """Serves an application on a free port; yields the address.
+
+    Args:
+        servers: gets the server.
+    """
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
         app, loop="none", lifespan="off", log_config=None, log_level="critical",
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=1, **WEBSOCKETS,
     )  # fmt: skip
     config.load()
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     running = asyncio.create_task(server.serve(sockets=[sock]))
+    if servers is not None:
+        servers.append(server)
     if isinstance(app, FakeReplica):
         app.server = server
         app.url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 import uvloop
 from typer.testing import CliRunner
 
@@ -37,6 +38,7 @@ class Setup:
     http: httpx.AsyncClient
     fleet: Fleet
     app: RouterApp
+    server: uvicorn.Server
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
@@ -67,9 +69,10 @@ async def routed(
             fleet.join(replica.url, role)
         stack.push_async_callback(fleet.close)
         app = build_router(fleet, "adm", 100_000, body_memory, exporter, keys, hosts)
-        url = await stack.enter_async_context(serving(app))
+        servers: list[uvicorn.Server] = []
+        url = await stack.enter_async_context(serving(app, servers))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
-        setup = Setup(http, fleet, app)
+        setup = Setup(http, fleet, app, servers[0])
         await setup.until(
             lambda: all(r.healthy or not f.ready for r, f in zip(fleet, replicas, strict=True))
         )

@@ -22,6 +22,7 @@ from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
+from quire.server.http.websocket import WEBSOCKETS
 from quire.server.process.listen import bind, url_of
 from quire.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeClient
@@ -136,7 +137,7 @@ def serve(
     if wrap is not None:
         app = wrap(app)
     config = uvicorn.Config(
-        app, http=http, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1
+        app, http=http, lifespan="off", log_config=None, timeout_graceful_shutdown=1, **WEBSOCKETS
     )
     server = uvicorn.Server(config)
     sock.listen()  # clients may connect from now on; they wait until the server has started

@@ -13,15 +13,39 @@ from urllib.parse import urlsplit
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 
 
+def frame_of(
+    opcode: int, payload: bytes, *, final: bool = True, masked: bool = True, bits: int = 0
+) -> bytes:
+    size = len(payload)
+    short = size if size < 126 else 126 if size < 65536 else 127
+    head = struct.pack(">BB", 0x80 * final | bits | opcode, 0x80 * masked | short)
+    head += {126: struct.pack(">H", size & 0xFFFF), 127: struct.pack(">Q", size)}.get(short, b"")
+    mask = os.urandom(4) if masked else b""
+    if masked:
+        payload = bytes(byte ^ mask[place % 4] for place, byte in enumerate(payload))
+    return head + mask + payload
+
+
 class SocketClient:
-    """`status` is that of the handshake, `body` the rest of a refusal."""
+    """A connection.
+
+    Args:
+        behind: bytes to send with the handshake.
+
+    Attributes:
+        status: the status of the handshake's answer.
+    """
 
     def __init__(
-        self, url: str, path: str = "/v1/responses", headers: dict[str, str] | None = None
+        self,
+        url: str,
+        path: str = "/v1/responses",
+        headers: dict[str, str] | None = None,
+        behind: bytes = b"",
     ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
-        self.socket = socket.create_connection((parts.hostname, parts.port), timeout=30)
+        self.socket = socket.create_connection((parts.hostname, parts.port), timeout=20)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         key = base64.b64encode(os.urandom(16)).decode()
         given = {
@@ -33,7 +57,7 @@ class SocketClient:
             **(headers or {}),
         }
         lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())]
-        self.socket.sendall("\r\n".join([*lines, "", ""]).encode())
+        self.socket.sendall("\r\n".join([*lines, "", ""]).encode() + behind)
         self.buffer = b""
         while b"\r\n\r\n" not in self.buffer:
             self._fill()
@@ -58,16 +82,8 @@ class SocketClient:
     def send_frame(
         self, opcode: int, payload: bytes, *, final: bool = True, masked: bool = True, bits: int = 0
     ) -> None:
-        size = len(payload)
-        short = size if size < 126 else 126 if size < 65536 else 127
-        head = struct.pack(">BB", 0x80 * final | bits | opcode, 0x80 * masked | short)
-        head += {126: struct.pack(">H", size & 0xFFFF), 127: struct.pack(">Q", size)}.get(
-            short, b""
-        )
-        mask = os.urandom(4) if masked else b""
-        if masked:
-            payload = bytes(byte ^ mask[place % 4] for place, byte in enumerate(payload))
-        self.socket.sendall(head + mask + payload)
+        data = frame_of(opcode, payload, final=final, masked=masked, bits=bits)
+        self.socket.sendall(data)
 
     def frame(self) -> tuple[int, bytes]:
         """The next frame: its opcode and payload."""

@@ -319,5 +319,8 @@ def matrix() -> list[str]:
 def test_the_matrix_of_the_docs() -> None:
     text = DOCS.read_text("utf-8")
     assert "\n".join(matrix()) in text
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
     for name in CLIENTS:
         assert all(f"`{hint}`" in text for hint in IGNORED.get(name, ()))
+        version = re.findall(r"-(\d+(?:\.\d+)+)", name)[0]
+        assert any(version in heading for heading in headings), name

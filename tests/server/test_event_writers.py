@@ -70,7 +70,7 @@ def test_response_events(end: str) -> None:
     if end == "failed":
         writer.fail(ApiError(503, "The engine has stopped.", code="engine_dead"))
     else:
-        writer.finish(USAGE, cut=end == "incomplete")
+        writer.finish(USAGE, incomplete="max_output_tokens" if end == "incomplete" else None)
     events = [msgspec.json.decode(event.data) for event in writer.take()]
     for event in events:
         conforms(ResponseStreamEvent, event, NOT_IN_THE_TYPES)
@@ -121,7 +121,7 @@ def test_an_open_response_is_valid_to_read() -> None:
     assert seen.output_text == "so far"
     assert seen.output[0].status == "in_progress"
     writer.text(", so good", [])
-    writer.finish(USAGE, cut=False)
+    writer.finish(USAGE)
     assert writer.response.output[0].content[0].text == "so far, so good"  # type: ignore[union-attr]
 
 
@@ -177,7 +177,7 @@ def test_cut_off_tool_input_keeps_its_complete_part() -> None:
 def test_an_empty_answer_has_an_empty_text() -> None:
     writer = ResponseWriter(response("resp_1"))
     writer.text("", [OutputTokenLogprob("<eos>", -0.1, [], [])])
-    writer.finish(USAGE, cut=False)
+    writer.finish(USAGE)
     assert writer.response.output[0].content[0].text == ""  # type: ignore[union-attr]
     other = message_writer()
     other.finish(MessageUsage(3, 0, 0, ThinkingTokensDetails()), "end_turn", None)

@@ -41,6 +41,18 @@ class Inputs:
         return self
 
 
+class Loaded:
+    """A part that was read. `closed` counts those that were closed."""
+
+    closed = 0
+
+    def __init__(self, part: PromptPart) -> None:
+        self.part = part
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
 class Reader:
     """Keeps what it is given. `refused` names a part's field that it refuses."""
 
@@ -54,7 +66,7 @@ class Reader:
         for part in parts:
             if part.param == self._refused:
                 raise RequestError(f"Invalid value for '{part.param}': damaged.", part.param, "bad")
-        return parts
+        return [Loaded(part) for part in parts]
 
     def place(self, ids: Any, parts: Sequence[Any]) -> tuple[Any, Any]:
         self.prompt = "".join(map(chr, ids))
@@ -82,6 +94,13 @@ def user(*content: Any) -> dict[str, Any]:
 
 def text(text: str, kind: str = "text") -> dict[str, Any]:
     return {"type": kind, "text": text}
+
+
+def test_the_end_of_a_request_closes_its_parts() -> None:
+    before = Loaded.closed
+    ask("/v1/chat/completions", {"messages": [user(image(), image())]})
+    ask("/tokenize", {"messages": [user(image())]})
+    assert Loaded.closed == before + 3
 
 
 def test_chat_completions() -> None:

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.loop.stats import EngineStats, RankStats
 from quire.engine.loop.telemetry import Histogram, Telemetry
+from quire.features.conversation_leases.stats import LeaseStats
 from quire.features.disaggregation.stats import DisaggStats
 from quire.features.expert_balance.stats import ExpertStats
 from quire.features.images.stats import ImageStats
@@ -80,6 +81,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         blocks_cached=[2],
         blocks_free=[3],
         tiers=TierStats(),
+        conversation_leases=LeaseStats(),
         disagg=DisaggStats(),
         adapters=dict.fromkeys(ADAPTERS, 0.0),
         grammars=GrammarStats(),

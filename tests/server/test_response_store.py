@@ -54,7 +54,7 @@ def record(id: str, text: str = "hi", *, done: bool = True) -> StoredResponse:
     made = StoredResponse(ResponseWriter(response(id)), (item,), b"")
     if done:
         made.writer.text("answer", [])
-        made.writer.finish(USAGE, cut=False)
+        made.writer.finish(USAGE)
     return made
 
 
@@ -111,7 +111,7 @@ def test_running_ones_stay_and_are_bounded() -> None:
     assert error.value.status == 429
     store.add(record("d"))
     assert ids(store, "a", "b", "d") == ["a", "b"]
-    running[0].writer.finish(USAGE, cut=False)
+    running[0].writer.finish(USAGE)
     store.grow(running[0], running[0].writer.take())
     store.add(record("e", done=False))
     assert ids(store, "a", "b", "e") == ["b", "e"]
@@ -125,7 +125,7 @@ def test_events_of_running_ones_count() -> None:
     assert store.size > 20_000
     with pytest.raises(ApiError, match="background"):
         store.add(record("b", done=False))
-    one.writer.finish(USAGE, cut=False)
+    one.writer.finish(USAGE)
     store.grow(one, one.writer.take())
     assert store.size == 0
 

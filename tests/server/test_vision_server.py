@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -145,6 +147,10 @@ def test_a_second_question_costs_its_text(server: Server) -> None:
     image = usage["prompt_tokens"] - len("<user>something else<assistant>") - 2
     assert usage["prompt_tokens_details"]["cached_tokens"] >= image
     assert server.metric("quire_images_encoded_total") == encoded
+    salted = {**chat_body(data, "something else"), "cache_salt": "mine"}
+    usage = post(server, "/v1/chat/completions", salted).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert server.metric("quire_images_encoded_total") == encoded + 1
     other = chat(server, png(3), "something else")["usage"]
     assert other["prompt_tokens_details"]["cached_tokens"] < 16
 
@@ -168,6 +174,33 @@ def test_streams_and_many_at_once(server: Server) -> None:
 
     with ThreadPoolExecutor(6) as threads:
         assert list(threads.map(stream, asked)) == expected
+    assert server.metric("quire_image_pixel_bytes") == 0
+
+
+def open_pixels(server: Server) -> int:
+    """Counts descriptors of pixels in the server's processes."""
+    count = 0
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        # Processes and descriptors may end meanwhile.
+        with contextlib.suppress(OSError):
+            if os.getsid(int(name)) == server.process.pid:
+                links = map(os.readlink, Path("/proc", name, "fd").iterdir())
+                count += sum("quire-pixels" in link for link in links)
+    return count
+
+
+def test_pixels_are_freed(server: Server) -> None:
+    """Clients leave in the middle of a stream, and requests are refused."""
+    body = {**chat_body(png(8), "long"), "stream": True, "max_tokens": 800}
+    url = f"{server.url}/v1/chat/completions"
+    for _ in range(3):
+        with httpx.stream("POST", url, json=body, timeout=60) as lines:
+            next(lines.iter_lines())
+            assert open_pixels(server) > 0
+    refused = chat_body(png(8), b"")
+    assert post(server, "/v1/chat/completions", refused).status_code == 400
+    server.wait_for(lambda: server.metric("quire_requests_running") == 0, "the requests' end")
+    server.wait_for(lambda: open_pixels(server) == 0, "the pixels' end")
     assert server.metric("quire_image_pixel_bytes") == 0
 
 
@@ -252,6 +285,7 @@ def test_files_and_batches(server: Server) -> None:
     assert message["content"] == expected
 
 
+@pytest.mark.slow
 def test_several_processes(folder: Path, server: Server) -> None:
     """API workers, engines and ranks are processes of their own."""
     asked = [(png(seed), f"question {seed}") for seed in range(3)]
@@ -266,6 +300,7 @@ def test_several_processes(folder: Path, server: Server) -> None:
         other.stop(signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_peers(folder: Path, server: Server) -> None:
     """A decode server computes prompts with images itself, and others still come from the peer."""
     flags = ("--dtype", "float32", "--image-cache-gb", "0.01")

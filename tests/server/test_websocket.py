@@ -9,9 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from openai.types.responses import ResponseStreamEvent
+from openai.types.responses import ResponsesServerEvent, ResponseStreamEvent
 
+from quire.features.conversation_leases.calls import CONVERSATION, END
 from quire.server.apis.responses import socket
+from quire.server.apis.responses.steering import MAX_STEERS
 from quire.server.args import ServerArgs
 from quire.server.chat.prompt_memo import PromptMemo
 from quire.server.process.uvicorn_server import BoundedHttpProtocol
@@ -26,6 +28,7 @@ from tests.server.socket_client import (
     PONG,
     TEXT,
     SocketClient,
+    frame_of,
 )
 
 NOT_IN_THE_TYPES = ("store", "name", "status")
@@ -129,6 +132,38 @@ def test_warm_up(server: Scripted, client: SocketClient) -> None:
     assert client.turn(**more)[-1]["response"]["output"][0]["content"][0]["text"] == "Yes."
 
 
+def test_turns_name_their_conversation_until_its_end(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = speaker(server)
+    named: list[Any] = []
+    ended: list[Any] = []
+    generate = engine.generate
+
+    def naming(*args: Any, fields: Any, **options: Any) -> Any:
+        named.append(fields[CONVERSATION])
+        return generate(*args, **options)
+
+    async def call(call: Any, request: Any) -> bool:
+        assert call is END
+        ended.append(request)
+        return True
+
+    monkeypatch.setattr(engine, "generate", naming)
+    monkeypatch.setattr(engine, "call", call)
+    engine.texts[:] = ["a."] * 3
+    client = SocketClient(server.url)
+    for stream in ("x", "y", "x"):
+        client.turn(model=MODEL, input="a", stream_id=stream)
+    assert named[0] == named[2] != named[1]
+    client.close()
+    for _ in range(200):
+        if set(named) <= set(ended):
+            break
+        httpx.get(f"{server.url}/health")
+    assert set(named) <= set(ended)
+
+
 def test_streams_of_one_connection(server: Scripted, client: SocketClient) -> None:
     speaker(server).say("a b c.", "a b c.", "a b c.")
     for stream in ("x", "y", "x"):
@@ -145,7 +180,7 @@ def test_streams_of_one_connection(server: Scripted, client: SocketClient) -> No
 @pytest.mark.parametrize(
     ("event", "param"),
     [
-        ({"type": "response.steer"}, "type"),
+        ({"type": "response.inject"}, "type"),
         ({"model": MODEL}, "type"),
         ({"type": "response.create", "model": MODEL}, "input"),
         ({"type": "response.create", "input": 7}, "input"),
@@ -161,6 +196,132 @@ def test_refused_events(client: SocketClient, event: dict[str, Any], param: str)
     assert error["type"] == "error"
     assert 400 <= error["status"] < 500
     assert error["error"]["param"] == param
+
+
+# -- steering ----------------------------------------------------------------------------------
+
+SENTENCE = "one two three four. "
+LONG_CALL = '<tool_call>{"name": "look", "arguments": {"n": "%s"}}</tool_call>'
+
+
+def steer(client: SocketClient, response: str, given: Any = "Stop.", **more: Any) -> None:
+    event = {"type": "response.steer", "previous_response_id": response, "input": given, **more}
+    client.send_frame(TEXT, json.dumps(event).encode())
+
+
+def until(client: SocketClient, *kinds: str) -> list[dict[str, Any]]:
+    """Returns the events until one of these types."""
+    events = [client.event()]
+    while events[-1]["type"] not in kinds:
+        events.append(client.event())
+    return events
+
+
+def test_steering_ends_a_text_and_continues(server: Scripted, client: SocketClient) -> None:
+    engine = speaker(server)
+    engine.say(SENTENCE * 2000, "Yes.")
+    client.send(model=MODEL, input="a", instructions="Be brief.", stream_id="x", store=False)
+    events = until(client, "response.output_text.delta")
+    first = events[0]["response"]["id"]
+    steer(client, first, "Only b.")
+    steer(client, first, [{"role": "user", "content": [{"type": "input_text", "text": "And c."}]}])
+    events += until(client, "response.incomplete")
+    while events[-1]["type"] != "response.completed":
+        events.append(client.event())
+    for event in events:
+        conforms(ResponsesServerEvent, event, ("store", "name", "status"))
+        assert event["stream_id"] == "x"
+    accepted = [event for event in events if event["type"] == "response.steer.accepted"]
+    assert accepted[0]["steer"]["previous_response_id"] == first
+    incomplete = next(event for event in events if event["type"] == "response.incomplete")
+    assert incomplete["response"]["incomplete_details"] == {"reason": "steered"}
+    successor = events[-1]["response"]
+    assert successor["previous_response_id"] == first
+    assert successor["instructions"] == "Be brief."
+    prompt = engine.heard[-1]
+    said = incomplete["response"]["output"][0]["content"][0]["text"]
+    assert 0 < len(said) < len(SENTENCE) * 2000
+    assert prompt.index("Be brief.") < prompt.index(said) < prompt.index("Only b.")
+    assert len(accepted) == 1 or prompt.index("Only b.") < prompt.index("And c.")
+    numbers = [event["sequence_number"] for event in events if "sequence_number" in event]
+    assert len(set(numbers[: numbers.index(0, 1)])) == numbers.index(0, 1)
+
+
+def test_steering_waits_for_results_of_tools(server: Scripted, client: SocketClient) -> None:
+    engine = speaker(server)
+    engine.say(LONG_CALL % (SENTENCE * 500))
+    client.send(model=MODEL, input="a", tools=[TOOL])
+    events = until(client, "response.function_call_arguments.delta", "response.output_item.added")
+    parent = events[0]["response"]["id"]
+    steer(client, parent, "Also b.")
+    events += until(client, "response.steer.pending")
+    assert events[-2]["type"] == "response.completed"
+    (call,) = events[-2]["response"]["output"]
+    assert json.loads(call["arguments"]) == {"n": SENTENCE * 500}
+    (needed,) = events[-1]["required_input"]
+    assert needed == {
+        "type": "function_call_output", "call_id": call["call_id"], "name": "look",
+    }  # fmt: skip
+    conforms(ResponsesServerEvent, events[-1])
+    (error,) = client.turn(model="other", previous_response_id=parent, input=[])
+    assert error["error"]["param"] == "model"  # the input stays
+    engine.say("Yes.", "Yes.")
+    turn = {"model": MODEL, "tools": [TOOL], "previous_response_id": parent}
+    client.turn(input=[{**needed, "output": "seen"}], **turn)
+    prompt = engine.heard[-1]
+    assert prompt.count("Also b.") == 1
+    assert prompt.count("seen") == 1
+    client.turn(input=[{**needed, "output": "again"}], **turn)
+    assert "again" in engine.heard[-1]
+    assert "Also b." not in engine.heard[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "code"),
+    [
+        ("", {}, None),
+        ([], {}, "invalid_input"),
+        (7, {}, "invalid_input"),
+        ([{"role": "system", "content": "a"}], {}, "invalid_input"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], {}, "invalid_input"),
+        ([{"type": "function_call_output", "call_id": "a", "output": "b"}], {}, "invalid_input"),
+        ("a", {"stream_id": "x"}, "invalid_input"),
+        ("a", {"previous_response_id": "resp_0"}, "response_not_found"),
+        ("a", {"previous_response_id": 7}, "invalid_input"),
+    ],
+)
+def test_steering_that_fails(
+    server: Scripted, client: SocketClient, given: Any, more: dict[str, Any], code: str | None
+) -> None:
+    speaker(server).say(SENTENCE * 300, "Yes.")
+    client.send(model=MODEL, input="a")
+    parent = client.event()["response"]["id"]
+    event = {"type": "response.steer", "previous_response_id": parent, "input": given, **more}
+    client.send_frame(TEXT, json.dumps(event).encode())
+    last = until(client, "response.steer.failed", "response.steer.accepted")[-1]
+    assert last.get("error", {}).get("code") == code
+    if code is not None:
+        assert last["steer"]["input"] == given
+
+
+def test_steering_of_ended_responses(server: Scripted, client: SocketClient) -> None:
+    speaker(server).say("Yes.", "Yes.", "Yes.")
+    ended = client.turn(model=MODEL, input="a", stream_id="x")[-1]["response"]["id"]
+    latest = client.turn(model=MODEL, input="a", stream_id="x")[-1]["response"]["id"]
+    for response in (ended, latest):
+        steer(client, response)
+        assert client.event()["error"]["code"] == "response_already_completed"
+
+
+def test_many_steers(server: Scripted, client: SocketClient) -> None:
+    speaker(server).say(LONG_CALL % (SENTENCE * 2000))
+    client.send(model=MODEL, input="a", tools=[TOOL])
+    events = until(client, "response.function_call_arguments.delta", "response.output_item.added")
+    parent = events[0]["response"]["id"]
+    for _ in range(MAX_STEERS + 1):
+        steer(client, parent)
+    event = until(client, "response.steer.failed")[-1]
+    assert event["error"]["code"] == "too_many_pending_steers"
 
 
 def test_many_streams(server: Scripted, client: SocketClient) -> None:
@@ -215,12 +376,32 @@ def test_pages_of_other_origins(server: Scripted) -> None:
 
 def test_other_paths_and_handshakes(server: Scripted) -> None:
     assert SocketClient(server.url, "/v1/models").status == 200  # the upgrade is ignored
-    for headers in (
-        {"Sec-WebSocket-Version": "12"},
-        {"Sec-WebSocket-Key": "short"},
-        {"Upgrade": "h2c"},
+    for headers, status in (
+        ({"Sec-WebSocket-Version": "12"}, 400),
+        ({"Sec-WebSocket-Key": "short"}, 400),
+        ({"X-Long": "a" * 10_000}, 400),
+        ({"Upgrade": "h2c"}, 405),
     ):
-        assert SocketClient(server.url, headers=headers).status == 405
+        client = SocketClient(server.url, headers=headers)
+        assert client.status == status
+        client.socket.close()
+
+
+def test_a_refused_handshake_is_no_error_of_the_server(
+    server: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = SocketClient(server.url, headers={"Origin": "https://evil.example"})
+    refused.rest()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert not caplog.records
+
+
+def test_a_frame_beside_the_handshake(server: Scripted) -> None:
+    speaker(server).say("Yes.")
+    event = {"type": "response.create", "model": MODEL, "input": "a"}
+    client = SocketClient(server.url, behind=frame_of(TEXT, json.dumps(event).encode()))
+    assert client.status == 101
+    assert client.event()["type"] == "response.created"
 
 
 # -- frames ------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class Node:
         written: number of blocks that hold their KV before the body of the next plan runs. Requests
             of that plan may read the other blocks, but not copy them.
         users: number of requests that use the node. A request uses all nodes on its path.
+        leases: number of leases that mark the node. A lease marks all nodes on its path.
         children: child nodes, by the tokens of their first block.
         order: `first_tokens` of the children whose first block is written; None without children.
         block_hashes: concatenated hashes of the first blocks (`cache/block_hash.py`). They are
@@ -39,6 +40,7 @@ class Node:
         "blocks",
         "children",
         "first_tokens",
+        "leases",
         "order",
         "parent",
         "run",
@@ -54,6 +56,7 @@ class Node:
         self.first_tokens = first_tokens
         self.start = start
         self.users = users
+        self.leases = 0
         self.written = 0
         self.run = bytearray()
         self.blocks: list[array[int]] = [array("i") for _ in range(groups)]
@@ -136,7 +139,7 @@ class Node:
     def split(self, count: int, stride: int) -> Node:
         """Moves the first `count` blocks to a new node between this one and its parent.
 
-        Returns the new node, which has the same users.
+        Returns the new node, which has the same users and leases.
 
         Args:
             stride: bytes of a block's tokens.
@@ -146,6 +149,7 @@ class Node:
         upper.run, upper.block_hashes = self.run[:size], self.block_hashes[: count * HASH_BYTES]
         upper.blocks = [ids[:count] for ids in self.blocks]
         upper.written = min(count, self.written)
+        upper.leases = self.leases
         del self.run[:size]
         self.block_hashes = self.block_hashes[count * HASH_BYTES :]
         for ids in self.blocks:

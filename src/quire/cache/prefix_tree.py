@@ -107,8 +107,8 @@ class PrefixTree:
     **Shape.** A node's children differ in their first block. A request holds its last node, and
     uses all blocks of that node and of its ancestors. If a match ends inside a node, the node is
     split: its first blocks move to a new node above it. Requests whose last node was the old node
-    keep it. A node with one user and no children grows in place with that request. A node with a
-    single child merges with it when a request uses both.
+    keep it. A node with one user, no children and no leases grows in place with that request. A
+    node with a single child merges with it when a request uses both.
 
     **Eviction.** `_idle` lists the nodes without users in the order in which their last user left.
     A request leaves its nodes from the last one up to the root, so a node comes after all of its
@@ -122,6 +122,12 @@ class PrefixTree:
     with its tokens, and it is removed when such a child is added. So no tail is a prefix of a
     sibling.
 
+    **Leases.** A lease marks the path to a node. Marked nodes without users are in a list of their
+    own, `_leased`, whose nodes are evicted after all of `_idle`. So a lease never makes a request
+    wait. A mark is on all ancestors too, so a node without one has no marked descendants, and both
+    lists keep descendants before ancestors. Eviction leaves the marks of the other nodes as they
+    are.
+
     **Sparse groups.** Groups with windows or states can lose any block that no request holds, while
     its node keeps the blocks of the other groups.
 
@@ -131,6 +137,7 @@ class PrefixTree:
 
     Attributes:
         num_idle: number of evictable blocks, in each group that keeps every position.
+        num_leased: number of blocks of nodes with leases.
     """
 
     def __init__(self, block_size: int, sparse: Sequence[SparseBlocks | None]) -> None:
@@ -142,10 +149,12 @@ class PrefixTree:
         self._roots: dict[Namespace, Node] = {}
         self._namespaces: dict[Node, Namespace] = {}
         self._idle: OrderedDict[Node, None] = OrderedDict()
+        self._leased: OrderedDict[Node, None] = OrderedDict()
         self._ahead: list[Node] = []
         self._dropped_tails: list[list[int]] = []
         self.num_nodes = 0
         self.num_idle = 0
+        self.num_leased = 0
 
     # -- finding -------------------------------------------------------------------------------
 
@@ -253,7 +262,7 @@ class PrefixTree:
         at: Node | None = last
         while at is not after and at is not None:
             if not at.users and at.parent is not None:
-                del self._idle[at]
+                del self._queue(at)[at]
                 self.num_idle -= at.count
             at.users += 1
             above = at.parent
@@ -265,14 +274,16 @@ class PrefixTree:
     def _merge(self, node: Node, above: Node) -> None:
         """Merges a node and its parent `above`, which has no other child, if that is possible.
 
-        They merge if both will have the same users and the parent's blocks are written.
+        They merge if both will have the same users and leases, and the parent's blocks are written.
         `node.users` already includes the new user, `above.users` does not.
         """
         parent = above.parent
         if parent is None or above.users + 1 != node.users or above.written < above.count:
             return
+        if above.leases != node.leases:
+            return
         if not above.users:
-            del self._idle[above]
+            del self._queue(above)[above]
             self.num_idle -= above.count
         node.absorb_parent()
         parent.children[node.first_tokens] = node
@@ -291,7 +302,7 @@ class PrefixTree:
         if upper.written < count:
             self._ahead.append(upper)
         if not upper.users:
-            self._idle[upper] = None
+            self._queue(upper)[upper] = None
         self.num_nodes += 1
         return upper
 
@@ -304,13 +315,41 @@ class PrefixTree:
                 if at.parent is None:
                     self._prune(at)
                 else:
-                    self._idle[at] = None
+                    self._queue(at)[at] = None
                     self.num_idle += at.count
             at = at.parent
 
     def touch(self, tail: Node) -> None:
         """Records that a tail is copied, which moves it to the end of the eviction order."""
-        self._idle.move_to_end(tail)
+        self._queue(tail).move_to_end(tail)
+
+    def _queue(self, node: Node) -> OrderedDict[Node, None]:
+        """Returns the list that holds a node while it has no users."""
+        return self._leased if node.leases else self._idle
+
+    def lease(self, last: Node) -> None:
+        """Marks the path to a node, whose blocks are then evicted after all others."""
+        at = last
+        while at.parent is not None:
+            if not at.users:
+                del self._queue(at)[at]
+                self._leased[at] = None
+            at.leases += 1
+            if at.leases == 1:
+                self.num_leased += at.count
+            at = at.parent
+
+    def end_lease(self, last: Node) -> None:
+        """Takes back the mark of `lease`. Nodes may have been evicted in the meantime."""
+        at = last
+        while at.parent is not None:
+            at.leases -= 1
+            if not at.leases:
+                self.num_leased -= at.count
+                if at in self._leased:
+                    del self._leased[at]
+                    self._idle[at] = None
+            at = at.parent
 
     def _prune(self, root: Node) -> None:
         """Forgets a root without users and children, so that unused cache salts take no memory."""
@@ -333,7 +372,7 @@ class PrefixTree:
         key = bytes(data[: self._stride])
         if node.children:
             self._drop_shadowed_tail(node, key)
-        if node.users > 1 or node.children or node.parent is None:
+        if node.users > 1 or node.children or node.leases or node.parent is None:
             parent, node = node, Node(node, key, node.end, 1, self.num_groups)
             parent.children[key] = node
             self.num_nodes += 1
@@ -407,13 +446,13 @@ class PrefixTree:
         parts: list[list[array[int]]] = []
         hashes: list[bytes] = []
         while count:
-            node = next(iter(self._idle))
+            node = next(iter(self._idle or self._leased))
             if node.children:
                 raise RuntimeError("evicted a node that has children")
             size = node.count
             take = min(count, size)
             count -= take
-            self.num_idle -= take
+            self._count_out(node, take)
             last_hashes = self._last_hashes(node, take) if hashed else []
             if take == size:
                 self._remove(node)
@@ -443,7 +482,7 @@ class PrefixTree:
         parent = node.parent
         if parent is None:
             raise RuntimeError("removed a root")
-        del self._idle[node]
+        del self._queue(node)[node]
         del parent.children[node.first_tokens]
         if not parent.children:
             parent.order = None
@@ -459,9 +498,15 @@ class PrefixTree:
         if before is not None and key.startswith(before):
             tail = parent.children[before]
             self._remove(tail)
-            self.num_idle -= 1
+            self._count_out(tail, 1)
             self._dropped_tails.append(tail.at(0))
             self._forget_sparse(tail.trim(1, self._stride))
+
+    def _count_out(self, node: Node, count: int) -> None:
+        """Counts blocks that leave a node without users."""
+        self.num_idle -= count
+        if node.leases:
+            self.num_leased -= count
 
     def take_dropped_tails(self) -> list[list[int]]:
         """Returns the blocks of the tails dropped since the last call. Each tail has one block (or

@@ -157,6 +157,14 @@ class PromptPart:
     detail: str = "auto"
 
 
+class LoadedPart(Protocol):
+    """A part that was read."""
+
+    def close(self) -> None:
+        """Frees its memory. Idempotent."""
+        ...
+
+
 class PromptInputs(Protocol):
     """The parts of a prompt that are no text, at their places among its tokens."""
 
@@ -179,11 +187,11 @@ class PromptReader(Protocol):
     All methods but `load` may take long. They raise RequestError, which names the part's field.
     """
 
-    async def load(self, parts: Sequence[PromptPart]) -> Sequence[Any]:
+    async def load(self, parts: Sequence[PromptPart]) -> Sequence[LoadedPart]:
         """Reads parts, off the event loop."""
         ...
 
-    def read(self, parts: Sequence[PromptPart]) -> Sequence[Any]:
+    def read(self, parts: Sequence[PromptPart]) -> Sequence[LoadedPart]:
         """Reads parts in the caller's thread."""
         ...
 

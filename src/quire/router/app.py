@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
 
 from quire.errors import ConfigError
 from quire.router.client_keys import ClientKeys
@@ -18,6 +19,7 @@ from quire.router.prompts import read_body
 from quire.router.proxy import Proxy, Receive, Scope, Send, with_headers
 from quire.router.replica import Role, RoutedReplica
 from quire.router.replica_hosts import ReplicaNotAllowedError
+from quire.router.sockets import SocketProxy
 from quire.router.telemetry import RouterMetrics
 from quire.router.upstream import ReplicaLostError
 from quire.server.errors import ApiError
@@ -99,6 +101,7 @@ class RouterApp:
 
     fleet: Fleet
     proxy: Proxy
+    sockets: SocketProxy
     metrics: RouterMetrics
     admin_key: str | None
     keys: ClientKeys | None = None
@@ -106,6 +109,9 @@ class RouterApp:
     public_metrics: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._pass_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             return
         tag = tag_in(scope["headers"])
@@ -118,15 +124,30 @@ class RouterApp:
             headers = {"content-type": "application/json", **error.headers}
             await _answer(send, error.status, _error_body(error, scope["path"]), headers)
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method, path = scope["method"], scope["path"]
-        if self.hosts is not None:
-            self.hosts.check(scope)
+    async def _pass_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self.hosts is not None:
+                self.hosts.check_socket(scope)
+            self._check_loop(scope)
+            await self.sockets(scope, receive, send)
+        except ApiError as error:
+            self.metrics.refused.labels(error.status).inc()
+            headers = {"content-type": "application/json", **error.headers}
+            answer = Response(_error_body(error, scope["path"]), error.status, headers)
+            await answer(scope, receive, send)
+
+    def _check_loop(self, scope: Scope) -> None:
         if any(name == b"via" and self.fleet.via in value for name, value in scope["headers"]):
             reason = (
                 "The request has come back: one of this router's replicas is the router itself."
             )
             raise ApiError(508, reason, code="loop", retry=False)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        if self.hosts is not None:
+            self.hosts.check(scope)
+        self._check_loop(scope)
         if path == "/health" and method in ("GET", "HEAD"):
             await _answer(send, 200, b"")
         elif path == "/ready" and method in ("GET", "HEAD"):

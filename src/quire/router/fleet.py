@@ -285,6 +285,10 @@ class Fleet:
         choice = self.chooser.choose(prompt, candidates)
         return self._by_number[choice.index], choice
 
+    def has_more(self, tried: Collection[RoutedReplica]) -> bool:
+        """Tells whether a replica that was not tried could take a request."""
+        return any(r.reachable and r.health != "refusing" and r not in tried for r in self)
+
     def learn(
         self, prompt: Prompt, choice: RouteChoice, tokens: int, blocks: Sequence[Block]
     ) -> None:

@@ -137,7 +137,7 @@ class Proxy:
         while True:
             found = self._choose(scope["path"], prompt, tried)
             if found is None:
-                raise _no_replica_error(last)
+                raise no_replica_error(last)
             replica, choice = found
             tried.append(replica)
             if span is not None:
@@ -189,10 +189,7 @@ class Proxy:
         """Tells whether another replica could take the request."""
         if _FILE_PATH.fullmatch(path):
             return False
-        return any(
-            replica.reachable and replica.health != "refusing" and replica not in tried
-            for replica in self._fleet
-        )
+        return self._fleet.has_more(tried)
 
     def _headers(
         self,
@@ -202,23 +199,13 @@ class Proxy:
         span: RequestSpan | None,
     ) -> Headers:
         """Returns the headers of the request to the replica."""
-        scope = exchange.scope
-        headers: Headers = [
-            (name, value)
-            for name, value in _end_to_end_headers(scope["headers"])
-            if name not in _ROUTER_HEADERS
-            # A page of the router has the router's origin, which a replica would refuse.
-            and not (name == b"origin" and _is_own_origin(value, scope))
-        ]
-        headers.append((b"via", self._fleet.via))
+        headers = client_headers(exchange.scope, self._fleet.via)
         if choice.prefill is not None:
             headers.append((PREFILL_HEADER, (choice.prefill or LOCAL).encode()))
         if exchange.prompt.keys and replica.state.informed:
             headers.append((REPORT_HEADER, b"1"))
         if exchange.metered:
             headers.append((ASK_HEADER, b"1"))
-        if scope.get("client"):
-            headers.append((b"x-forwarded-for", scope["client"][0].encode()))
         if span is not None:
             headers = [header for header in headers if header[0] not in CONTEXT_HEADERS]
             headers += span.headers
@@ -227,11 +214,8 @@ class Proxy:
     async def _send(
         self, replica: RoutedReplica, headers: Headers, exchange: _Exchange
     ) -> ReplicaAnswer:
-        scope = exchange.scope
-        target = scope.get("raw_path") or scope["path"].encode()
-        if scope["query_string"]:
-            target += b"?" + scope["query_string"]
-        return await replica.upstream.send(scope["method"], target, headers, exchange.body)
+        method, target = exchange.scope["method"], target_of(exchange.scope)
+        return await replica.upstream.send(method, target, headers, exchange.body)
 
     def _learn(self, prompt: Prompt, choice: RouteChoice, answer: ReplicaAnswer) -> None:
         """Records the blocks of the prompt if the answer reports them."""
@@ -325,6 +309,29 @@ class BrokenAnswerError(Exception):
     """
 
 
+def client_headers(scope: Scope, via: bytes) -> Headers:
+    """Returns the headers of a client's request that a replica gets, and what the router adds."""
+    headers: Headers = [
+        (name, value)
+        for name, value in _end_to_end_headers(scope["headers"])
+        if name not in _ROUTER_HEADERS
+        # A page of the router has the router's origin, which a replica would refuse.
+        and not (name == b"origin" and _is_own_origin(value, scope))
+    ]
+    headers.append((b"via", via))
+    if scope.get("client"):
+        headers.append((b"x-forwarded-for", scope["client"][0].encode()))
+    return headers
+
+
+def target_of(scope: Scope) -> bytes:
+    """Returns a request's path and query, as the client wrote them."""
+    target: bytes = scope.get("raw_path") or scope["path"].encode()
+    if scope["query_string"]:
+        target += b"?" + scope["query_string"]
+    return target
+
+
 def _end_to_end_headers(headers: Headers) -> Headers:
     """Returns the headers to forward.
 
@@ -362,7 +369,7 @@ def _is_own_origin(origin: bytes, scope: Scope) -> bool:
     return (b"host", origin.partition(b"://")[2]) in scope["headers"]
 
 
-def _no_replica_error(last: tuple[RoutedReplica, ReplicaLostError] | None) -> ApiError:
+def no_replica_error(last: tuple[RoutedReplica, ReplicaLostError] | None) -> ApiError:
     """Returns the error for a request that no replica has answered.
 
     Args:

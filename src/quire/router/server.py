@@ -17,9 +17,11 @@ from quire.router.client_keys import ClientKeys
 from quire.router.fleet import Fleet, FleetSettings
 from quire.router.proxy import Proxy
 from quire.router.replica import Role
+from quire.router.sockets import SocketProxy
 from quire.router.telemetry import RouterMetrics
 from quire.server.args import ServerArgs
 from quire.server.http.hosts import HostCheck
+from quire.server.http.websocket import MAX_MESSAGE, WEBSOCKETS
 from quire.server.process.listen import bind, url_of
 from quire.server.process.uvicorn_server import BoundedHttpProtocol
 from quire.server.telemetry.tracing import Exporter
@@ -101,7 +103,8 @@ def build_router(
     """
     metrics = RouterMetrics(fleet)
     proxy = Proxy(fleet, metrics, max_body_bytes, max_body_memory_bytes, exporter)
-    return RouterApp(fleet, proxy, metrics, admin_key, keys, hosts, public_metrics)
+    sockets = SocketProxy(fleet, metrics, keys)
+    return RouterApp(fleet, proxy, sockets, metrics, admin_key, keys, hosts, public_metrics)
 
 
 async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
@@ -125,7 +128,7 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
             app,
             loop="none",
             http=BoundedHttpProtocol,
-            ws="none",
+            **{**WEBSOCKETS, "ws_max_size": min(MAX_MESSAGE, sizes[0])},
             lifespan="off",
             log_config=None,
             log_level="critical",

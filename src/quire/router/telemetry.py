@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import Scope
 
@@ -42,6 +42,7 @@ class RouterMetrics:
         self.left = Counter(
             "quire_router_clients_left", "Requests whose client left before the end", registry=own
         )
+        self.sockets = Gauge("quire_router_websockets", "Open WebSockets", registry=own)
         self.first_byte = Histogram(
             "quire_router_first_byte_seconds",
             "From a request's arrival to the head of its answer",

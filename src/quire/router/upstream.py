@@ -11,10 +11,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 
 import httptools
+import websockets
+from starlette.responses import Response
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidHandshake, InvalidStatus
 
 from quire.errors import ConfigError
 from quire.http_client import split_url
 from quire.server.http.replica_proofs import TAG_HEADER, tag_in
+from quire.server.http.websocket import MAX_MESSAGE, PING_SECONDS
 from quire.server.process.uvicorn_server import FRAMING_PER_BYTE, HEAD_BYTES
 
 Headers = list[tuple[bytes, bytes]]
@@ -22,6 +27,12 @@ Headers = list[tuple[bytes, bytes]]
 _MOST_IDLE = 256
 _MAX_BUFFERED_BYTES = 1 << 18
 """The router stops reading from the replica while more bytes than this wait for a slow client."""
+_HANDSHAKE_SECONDS = 10.0
+"""Seconds that the handshake of a WebSocket may take."""
+_CLOSE_SECONDS = 0.5
+"""Seconds that a replica has for its part of the closing handshake."""
+_MAX_EVENT = 4 * MAX_MESSAGE
+"""Most bytes of a replica's event, which may repeat the turn's message and add an answer."""
 _NO_HOST = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
 _PORTS = {"http": 80, "https": 443}
 
@@ -40,6 +51,25 @@ class BadAnswerError(ReplicaLostError):
 
 class SilentError(ReplicaLostError):
     """No byte of an answer has arrived for too long."""
+
+
+class SocketRefusedError(Exception):
+    """A replica answered the handshake of a WebSocket with an HTTP error."""
+
+    def __init__(self, response: websockets.Response) -> None:
+        super().__init__(f"status {response.status_code}")
+        self.status = response.status_code
+        self._response = response
+
+    def answer(self) -> Response:
+        """Returns the answer for the client."""
+        kept = ("content-type", "retry-after", "www-authenticate", "x-should-retry")
+        headers = {
+            name.lower(): value
+            for name, value in self._response.headers.raw_items()
+            if name.lower() in kept
+        }
+        return Response(bytes(self._response.body), self.status, headers)
 
 
 class _StrayAnswerError(Exception):
@@ -269,6 +299,13 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
 
+class _SocketConnect(connect):
+    """Opens a WebSocket, and follows no redirects: they could lead a client's key elsewhere."""
+
+    def process_redirect(self, exc: Exception) -> Exception:
+        return exc
+
+
 class ReplicaAnswer:
     """A replica's answer. The caller must call `close` once, even without reading the body."""
 
@@ -374,6 +411,38 @@ class Upstream:
                 self._in_use.discard(connection)
                 connection.abort()
                 raise
+
+    async def open_socket(self, target: bytes, headers: Headers) -> ClientConnection:
+        """Opens a WebSocket.
+
+        Raises:
+            ReplicaLostError: the replica cannot be reached, or its answer is no handshake.
+            SocketRefusedError: it answers with an HTTP error.
+        """
+        scheme = "ws" if self._tls is None else "wss"
+        try:
+            return await _SocketConnect(
+                f"{scheme}://{(self._authority + self._base + target).decode('latin-1')}",
+                additional_headers=[
+                    (name.decode("latin-1"), value.decode("latin-1"))
+                    for name, value in headers
+                    if not name.startswith(b"sec-websocket-")
+                ],
+                user_agent_header=None,
+                ssl=self._tls,
+                proxy=None,
+                compression=None,
+                open_timeout=_HANDSHAKE_SECONDS,
+                close_timeout=_CLOSE_SECONDS,
+                ping_interval=PING_SECONDS,
+                ping_timeout=PING_SECONDS,
+                max_size=_MAX_EVENT,
+            )
+        except InvalidStatus as error:
+            raise SocketRefusedError(error.response) from None
+        except (OSError, ValueError, InvalidHandshake) as error:
+            reason = str(error) or "it does not accept connections"
+            raise ReplicaLostError(reason) from None
 
     async def _connection(self, *, reuse: bool) -> tuple[_Connection, bool]:
         """Returns a connection, and whether it is a new one.

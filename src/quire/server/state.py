@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from quire import __version__
 from quire.engine.processes import stuck_limit
@@ -317,8 +317,8 @@ def _regex_of(pattern: str) -> str:
     return fnmatch.translate(re.sub(r"[?\[]", r"[\g<0>]", pattern))
 
 
-def state_of(request: Request) -> ServerState:
-    state: ServerState = request.app.state.server
+def state_of(connection: HTTPConnection) -> ServerState:
+    state: ServerState = connection.app.state.server
     return state
 
 

@@ -16,6 +16,7 @@ from quire.errors import RequestError
 from quire.features.images.placement import image_ids
 from quire.features.lora import LoRARequest
 from tests.features.images.stand_in import TOKEN_ID, PixelTokens, install, picture
+from tests.slow import slow
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 TEXT = list(range(40, 60))
@@ -113,6 +114,9 @@ def test_rows_for_embeddings_are_few(towers: list[PixelTokens], llms: Any) -> No
     ]
     expected = out(llms(enable_prefix_caching=False), texts)
     rows = 25 * 320 * 4 / 1e9
+    whole = llms(image_cache_gb=rows)
+    assert out(whole, prompts) == expected
+    assert out(whole, prompts[::-1]) == expected[::-1]
     llm = llms(image_cache_gb=rows, max_num_batched_tokens=24)
     assert out(llm, prompts) == expected
     assert llm.stats().images.cached_tokens <= 25
@@ -129,12 +133,12 @@ def test_without_chunked_prefill(towers: list[PixelTokens], llms: Any) -> None:
 
 
 def test_preempted_requests_and_several_completions(towers: list[PixelTokens], llms: Any) -> None:
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, n=2)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, n=2)
     images = [tokens(seed, 30) for seed in range(4)]
     prompts = [with_images(TEXT[:seed], picture(images[seed]), TEXT) for seed in range(1, 4)]
     texts = [TEXT[:seed] + images[seed] + TEXT for seed in range(1, 4)]
     expected = out(llms(), texts, params)
-    llm = llms(num_kv_blocks=18, max_model_len=256)
+    llm = llms(num_kv_blocks=14, max_model_len=192)
     assert out(llm, prompts, params) == expected
     assert llm.stats().preemptions > 0
     assert llm.stats().images.pixel_bytes == 0
@@ -188,7 +192,7 @@ def test_parameters_that_read_the_prompt(
     "settings",
     [
         {"speculative": {"method": "suffix", "lookup_min": 1}},
-        {"speculative_model": str(EMBEDDED / "quire-tiny-draft")},
+        slow({"speculative_model": str(EMBEDDED / "quire-tiny-draft")}),
         {"speculative_model": str(EMBEDDED / "quire-tiny-eagle3")},
     ],
 )
@@ -251,6 +255,7 @@ def test_engines_without_images(towers: list[PixelTokens], llms: Any) -> None:
     assert not towers
 
 
+@pytest.mark.slow
 def test_adapters(towers: list[PixelTokens], llms: Any, tmp_path: Path) -> None:
     """An adapter changes the language half, and its requests share no KV with others."""
     pytest.importorskip("peft")

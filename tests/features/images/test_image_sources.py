@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import socket
 import threading
@@ -15,6 +16,7 @@ import pytest
 from quire.errors import RequestError
 from quire.features.images import download
 from quire.features.images.download import fetch, is_public
+from quire.features.images.image_reader import PixelRoom
 from quire.features.images.image_sources import decode_base64, decode_data_uri
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
@@ -159,3 +161,25 @@ def test_data_uris() -> None:
             decode_data_uri(url, 1000, "x")
     with pytest.raises(RequestError, match="at most 10 are allowed"):
         decode_base64(text, 10, "x")
+
+
+def test_room_for_pixels() -> None:
+    """A request waits while others have too much, and none waits for itself."""
+
+    async def go() -> list[str]:
+        room, seen = PixelRoom(100), list[str]()
+
+        async def enter(name: str) -> None:
+            await room.wait()
+            seen.append(name)
+
+        await enter("first")
+        room.take(150)
+        waiting = asyncio.create_task(enter("second"))
+        await asyncio.sleep(0.01)
+        seen.append("before")
+        await asyncio.to_thread(room.give_back, 150)
+        await waiting
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(go(), 60)) == ["first", "before", "second"]

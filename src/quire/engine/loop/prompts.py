@@ -212,10 +212,9 @@ def _take_part(item: Any, param: str, parts: list[PromptPart]) -> Any:
     family = next((name for name in ("image", "video", "audio") if name in kind), None)
     if family is None:
         return item
-    source, detail = item.get(kind, item.get(family)), "auto"
-    if isinstance(source, Mapping):
-        source, detail = source.get("url"), source.get("detail", "auto")
-    parts.append(PromptPart(family, source, param, detail))
+    given = item.get(kind, item.get(family))
+    part: Mapping[str, Any] = given if isinstance(given, Mapping) else {"url": given}
+    parts.append(PromptPart(family, part.get("url"), param, part.get("detail", "auto")))
     return {"type": family}
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from quire.checkpoint_digest import digest_of, source_of
 from quire.config import EngineConfig
 from quire.plan import KVGroup
-from quire.system import open_regular, stored_weights
 from quire.version import __version__
 
 PROTOCOL = 7
 """The version of the messages between engines."""
-_SAMPLE_BYTES = 1 << 16
 
 
 class KVFacts(msgspec.Struct, frozen=True):
@@ -86,18 +83,7 @@ def differences(own: KVFacts, peer: KVFacts) -> list[str]:
 def model_digest(config: EngineConfig) -> str:
     """Returns 32 hex digits for a model and its format on the device. Copies of the model's files
     on other hosts give the same digits."""
-    return _digest(Path(config.model_path), *_source(config), config.args.quantization)
-
-
-def checkpoint_digest(config: EngineConfig) -> str:
-    """Returns 32 hex digits for a model's files, whatever its format on the device. The result of
-    the first call is kept because the files of a running model do not change."""
-    return _kept_digest(Path(config.model_path), *_source(config))
-
-
-def _source(config: EngineConfig) -> tuple[str, int | None]:
-    args = config.args
-    return args.load_format, args.seed if args.load_format == "dummy" else None
+    return digest_of(Path(config.model_path), *source_of(config), config.args.quantization)
 
 
 def draft_digest(config: EngineConfig) -> str:
@@ -111,23 +97,4 @@ def draft_digest(config: EngineConfig) -> str:
     # Imported here because it imports torch, which must stay out of API processes.
     from quire.models import resolve_model_path
 
-    return f"{method} {_digest(resolve_model_path(name, None), args.load_format, format)}"
-
-
-@functools.cache
-def _kept_digest(folder: Path, *facts: object) -> str:
-    return _digest(folder, *facts)
-
-
-def _digest(folder: Path, *facts: object) -> str:
-    """Returns 32 hex digits for a model's files and `facts`. Weight files count by name, size and
-    first bytes, which name all tensors."""
-    digest = hashlib.blake2b(digest_size=16)
-    for fact in facts:
-        digest.update(repr(fact).encode() + b"\0")
-    for file in (folder / "config.json", *stored_weights(folder)):
-        if file.is_file():
-            with open_regular(file) as opened:
-                digest.update(repr((file.name, file.stat().st_size)).encode())
-                digest.update(opened.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    return f"{method} {digest_of(resolve_model_path(name, None), args.load_format, format)}"

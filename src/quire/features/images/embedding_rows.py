@@ -26,11 +26,15 @@ class ImageRows:
     encoded: bool = False
     users: dict[str, Request] = field(default_factory=dict)
 
-    @property
-    def in_use(self) -> bool:
-        # A waiting request may give its rows up. Otherwise it could wait for blocks of a running
-        # request that waits for rows.
-        return any(user.status is RequestStatus.RUNNING for user in self.users.values())
+    def needed(self, request: Request) -> bool:
+        """Whether the rows must stay while `request` books others.
+
+        Other waiting requests give their rows up. Otherwise they could wait for blocks of a running
+        request that waits for rows.
+        """
+        return request.request_id in self.users or any(
+            user.status is RequestStatus.RUNNING for user in self.users.values()
+        )
 
 
 class EmbeddingRows:
@@ -52,10 +56,10 @@ class EmbeddingRows:
             self._images.move_to_end(key)
         return found
 
-    def book(self, key: bytes, count: int) -> ImageRows | None:
-        """Returns rows for an image that has none, or None if requests use too many of them."""
+    def book(self, key: bytes, count: int, request: Request) -> ImageRows | None:
+        """Returns rows for a request's image that has none, or None if too many are needed."""
         first = self._gap(count)
-        for image in [each for each in self._images.values() if not each.in_use]:
+        for image in [each for each in self._images.values() if not each.needed(request)]:
             if first is not None:
                 break
             self.drop(image)
@@ -63,7 +67,9 @@ class EmbeddingRows:
         if first is None:
             return None
         self.used += count
-        booked = self._images[key] = ImageRows(key, first, count)
+        booked = self._images[key] = ImageRows(
+            key, first, count, users={request.request_id: request}
+        )
         return booked
 
     def drop(self, image: ImageRows) -> None:

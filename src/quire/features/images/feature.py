@@ -44,7 +44,6 @@ class _Image:
     Attributes:
         item: as the request carries it.
         fd: this process's descriptor of its pixels.
-        end: position after its last token.
     """
 
     item: PlacedImage
@@ -52,6 +51,7 @@ class _Image:
 
     @property
     def end(self) -> int:
+        """Position after its last token."""
         return self.item.start + self.item.tokens
 
 
@@ -195,7 +195,7 @@ class ImageFeature(Feature, LoopFeature):
         if rows is None:
             if self._booked and self._booked + item.tokens > self._budget:
                 return False
-            rows = self._rows.book(_key(item, request), item.tokens)
+            rows = self._rows.book(_key(item, request), item.tokens, request)
             if rows is None:
                 return False
             self._booked += item.tokens
@@ -224,36 +224,48 @@ class ImageFeature(Feature, LoopFeature):
         """
         entries: list[EncodeEntry] = []
         admitted = {admit.lane for admit in builder.admits}
-        prompts = np.flatnonzero(builder.flags & int(RowFlag.PROMPT)).tolist()
-        for row in prompts:
-            request = builder.requests[row]
+        for row in np.flatnonzero(builder.flags & int(RowFlag.PROMPT)).tolist():
+            request, lane = builder.requests[row], int(builder.lanes[row])
             found = self._images(request)
             if found is None or not found.images:
                 continue
-            lane, end = int(builder.lanes[row]), request.planned
+            end = request.planned
+            start, before = end - int(builder.q_len[row]), list(self._spans[lane])
             if lane in admitted:
-                self._spans[lane] = [_span(image.item, -1) for image in found.images]
-                changed.add(lane)
+                self._enter(request, found, lane, start)
             for place, image in enumerate(found.images):
-                if image.end <= end - int(builder.q_len[row]) or image.item.start >= end:
-                    continue
-                rows = self._rows.find(_key(image.item, request))
-                if rows is None:
-                    raise RuntimeError("a step computes an image without rows for its embeddings")
-                if not rows.encoded:
-                    rows.encoded = True
-                    entries.append(self._entry(image, rows))
-                elif self._spans[lane][place].row < 0:
-                    self._stats.cache_hits += 1
-                if self._spans[lane][place].row != rows.first:
-                    self._spans[lane][place] = _span(image.item, rows.first)
-                    changed.add(lane)
-                rows.users[request.request_id] = request
-                if image.end <= end:
-                    self._leave(rows, request)
+                if image.end > start and image.item.start < end:
+                    rows = self._use(image, place, request, lane)
+                    if not rows.encoded:
+                        rows.encoded = True
+                        entries.append(self._entry(image, rows))
+                    if image.end <= end:
+                        self._leave(rows, request)
+            if self._spans[lane] != before:
+                changed.add(lane)
         if entries:
             firsts = int32([entry.row for entry in entries])
             builder.write(ENCODE, firsts, int32([entry[1:] for entry in entries]))
+
+    def _enter(self, request: Request, found: _Images, lane: int, start: int) -> None:
+        """Notes the images of a request that takes a lane, and computes from `start` on."""
+        self._spans[lane] = [_span(image.item, -1) for image in found.images]
+        for image in found.images:
+            # An earlier attempt to start the request may have booked rows for a cached image.
+            rows = self._rows.find(_key(image.item, request)) if image.end <= start else None
+            if rows is not None:
+                self._leave(rows, request)
+
+    def _use(self, image: _Image, place: int, request: Request, lane: int) -> ImageRows:
+        """Returns the rows of an image that the step computes, which `prompt_end` has booked."""
+        rows = self._rows.find(_key(image.item, request))
+        if rows is None:
+            raise RuntimeError("a step computes an image without rows for its embeddings")
+        if self._spans[lane][place].row < 0:
+            self._stats.cache_hits += rows.encoded
+        self._spans[lane][place] = _span(image.item, rows.first)
+        rows.users[request.request_id] = request
+        return rows
 
     def _entry(self, image: _Image, rows: ImageRows) -> EncodeEntry:
         self._stats.encoded += 1

@@ -1,7 +1,7 @@
 """Reads the images of requests, in the process where they arrive.
 
-Threads decode images, so the event loop goes on. There are few of them, and the pixels of all
-requests are bounded: a flood of images waits here, and text passes it.
+Threads decode images, so the event loop goes on. There are few of them, and requests wait while
+others have much memory for pixels. So a flood of images waits here, and text passes it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +25,7 @@ from quire.features.images.download import fetch
 from quire.features.images.image_sources import (
     decode_base64,
     decode_data_uri,
+    is_address,
     is_data_uri,
     refused,
     too_large,
@@ -40,8 +43,9 @@ from quire.features.images.shared_pixels import SharedPixels
 from quire.system import read_bounded
 
 _THREADS = min(8, os.cpu_count() or 1)
+_DOWNLOADS = 32
 _MOST_PIXEL_BYTES = 1 << 30
-"""Bytes of pixels in shared memory above which further images wait."""
+"""Bytes of pixels in shared memory above which further requests wait."""
 
 
 class ImageReader(PromptReader):
@@ -62,31 +66,42 @@ class ImageReader(PromptReader):
             stored = json.loads(read_bounded(path / "config.json"))
             self.processor = ImageProcessor.from_folder(path, stored)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
-        self._slots: asyncio.Semaphore | None = None
+        # Threads of their own, so that slow hosts keep no decoding waiting.
+        self._downloads = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="downloads")
         self._room = PixelRoom(_MOST_PIXEL_BYTES)
 
     # -- reading -------------------------------------------------------------------------------
 
     async def load(self, parts: Sequence[PromptPart]) -> Sequence[LoadedImage]:
         self._check(parts)
-        if self._slots is None:  # Made here because it belongs to the running loop.
-            self._slots = asyncio.Semaphore(_THREADS)
-        tasks = [asyncio.ensure_future(self._load(part, self._slots)) for part in parts]
+        # A request waits as a whole. If it waited for each image, it could wait for itself.
+        await self._room.wait()
+        tasks = [asyncio.ensure_future(self._load(part)) for part in parts]
         try:
             return await asyncio.gather(*tasks)
-        finally:
+        except BaseException:
             for task in tasks:
                 task.cancel()
+                task.add_done_callback(_close)
+            raise
 
-    async def _load(self, part: PromptPart, slots: asyncio.Semaphore) -> LoadedImage:
-        async with slots:
-            await self._room.wait()
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._read, part)
+    async def _load(self, part: PromptPart) -> LoadedImage:
+        loop, source, kind = asyncio.get_running_loop(), part.source, None
+        if isinstance(source, str) and is_address(source):
+            source, kind = await loop.run_in_executor(self._downloads, self._fetch, part)
+        return await loop.run_in_executor(
+            self._threads, self._decode, replace(part, source=source), kind, self._room
+        )
 
     def read(self, parts: Sequence[PromptPart]) -> Sequence[LoadedImage]:
         self._check(parts)
         return list(self._threads.map(self._read, parts))
+
+    def _read(self, part: PromptPart) -> LoadedImage:
+        source, kind = part.source, None
+        if isinstance(source, str) and is_address(source):
+            source, kind = self._fetch(part)
+        return self._decode(replace(part, source=source), kind)
 
     def _check(self, parts: Sequence[PromptPart]) -> None:
         why = refusal(self._config)
@@ -109,47 +124,60 @@ class ImageReader(PromptReader):
                 "too_many_images",
             )
 
-    def _read(self, part: PromptPart) -> LoadedImage:
-        """Reads and decodes one image."""
+    def _decode(
+        self, part: PromptPart, kind: str | None = None, room: PixelRoom | None = None
+    ) -> LoadedImage:
+        """Decodes one image into shared memory.
+
+        Args:
+            kind: the media type that a host has declared.
+            room: counts the memory.
+        """
         processor = self.processor
         if processor is None:
             raise RuntimeError("a model without images reads none")
         try:
-            image = self._decoded(processor, part)
+            image = self._decoded(processor, part, kind)
             grid = processor.size(image.width, image.height, cast("Detail", part.detail))
         except ImageError as error:
             raise refused(part.param, str(error), error.code or "invalid_image") from None
         digest = processor.digest(image, grid)
-        self._room.take(image.pixels.nbytes)
-        return LoadedImage(
-            SharedPixels(image.pixels, self._room.give_back), grid, digest, part.param
-        )
+        pixels = SharedPixels(image.pixels, None if room is None else room.give_back)
+        if room is not None:
+            room.take(image.pixels.nbytes)
+        return LoadedImage(pixels, grid, digest, part.param)
 
-    def _decoded(self, processor: ImageProcessor, part: PromptPart) -> DecodedImage:
-        source, kind = part.source, None
-        if isinstance(source, str):
-            source, kind = self._bytes_of(source, part.param)
+    def _decoded(
+        self, processor: ImageProcessor, part: PromptPart, kind: str | None
+    ) -> DecodedImage:
+        source, most = part.source, self._settings.max_image_bytes
+        if isinstance(source, str) and is_data_uri(source):
+            source, kind = decode_data_uri(source, most, part.param)
+        elif isinstance(source, str):
+            source = decode_base64(source, most, part.param)
         if isinstance(source, Path):
-            size = source.stat().st_size
-            if size > self._settings.max_image_bytes:
-                raise too_large(size, self._settings.max_image_bytes, part.param)
-            source = source.read_bytes()
+            source = self._file(source, part.param)
         if isinstance(source, bytes):
             return processor.open(source, self._limits, kind)
         return processor.convert(source, self._limits)
 
-    def _bytes_of(self, text: str, param: str) -> tuple[bytes, str | None]:
+    def _file(self, path: Path, param: str) -> bytes:
+        try:
+            size = path.stat().st_size
+            if size <= self._settings.max_image_bytes:
+                return path.read_bytes()
+        except OSError as error:
+            raise refused(param, f"the file cannot be read: {error.strerror}.") from None
+        raise too_large(size, self._settings.max_image_bytes, param)
+
+    def _fetch(self, part: PromptPart) -> tuple[bytes, str | None]:
         settings = self._settings
-        if is_data_uri(text):
-            return decode_data_uri(text, settings.max_image_bytes, param)
-        if "://" not in text[:16]:
-            return decode_base64(text, settings.max_image_bytes, param), None
         return fetch(
-            text,
+            part.source,
             settings.allow_image_hosts,
             most=settings.max_image_bytes,
             seconds=settings.image_fetch_seconds,
-            param=param,
+            param=part.param,
         )
 
     # -- places --------------------------------------------------------------------------------
@@ -172,27 +200,40 @@ class ImageReader(PromptReader):
         return placed
 
 
+def _close(task: asyncio.Task[LoadedImage]) -> None:
+    """Frees the image of a task that has ended."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
+
+
 class PixelRoom:
-    """Bounds the bytes of pixels in shared memory. All methods may be called from any thread,
-    except `wait`."""
+    """Bounds the bytes of pixels in shared memory. Any thread may call `take` and `give_back`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._used = 0
+        self._changes: deque[int] = deque()
+        """Changes of `_used` that `wait` has not counted. A deque's methods are atomic, and
+        finalizers call `give_back` at any moment."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._changed = asyncio.Event()
+        self._given_back = asyncio.Event()
 
     async def wait(self) -> None:
         """Waits until less than the bound is used."""
         self._loop = asyncio.get_running_loop()
-        while self._used >= self._most:
-            self._changed.clear()
-            await self._changed.wait()
+        while self._count() >= self._most:
+            self._given_back.clear()
+            await self._given_back.wait()
+
+    def _count(self) -> int:
+        while self._changes:
+            self._used += self._changes.popleft()
+        return self._used
 
     def take(self, size: int) -> None:
-        self._used += size
+        self._changes.append(size)
 
     def give_back(self, size: int) -> None:
-        self._used -= size
+        self._changes.append(-size)
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._changed.set)
+            self._loop.call_soon_threadsafe(self._given_back.set)

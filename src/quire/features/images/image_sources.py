@@ -42,6 +42,11 @@ def is_data_uri(url: str) -> bool:
     return url[:5].lower() == "data:"
 
 
+def is_address(url: str) -> bool:
+    """Whether a text is an address, and neither a data URI nor base64."""
+    return "://" in url[:16]
+
+
 def decode_data_uri(url: str, most: int, param: str) -> tuple[bytes, str | None]:
     """Returns the bytes of a data URI in base64, and the type that it declares."""
     found = _DATA_URI.match(url)

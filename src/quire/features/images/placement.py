@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quire.arrays import Int32, int32
-from quire.features.call import PromptInputs, RequestField
+from quire.features.call import LoadedPart, PromptInputs, RequestField
 from quire.features.images.fields import CACHE_IDS, ITEMS, PlacedImage
 from quire.features.images.processor import ImageGrid
 from quire.features.images.shared_pixels import SharedPixels
@@ -28,7 +28,7 @@ def image_ids(digest: bytes, count: int, vocab_size: int) -> Int32:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedImage:
+class LoadedImage(LoadedPart):
     """An image whose pixels are in shared memory.
 
     Attributes:
@@ -39,6 +39,9 @@ class LoadedImage:
     grid: ImageGrid
     digest: bytes
     param: str
+
+    def close(self) -> None:
+        self.pixels.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from quire.features.images.processor import Pixels
 
 
 class SharedPixels:
-    """The pixels of an image. The memory lives as long as the object.
+    """The pixels of an image. The memory lives as long as the object, or until `close`.
 
     Args:
         pixels: uint8 [height, width, 3].
@@ -26,12 +26,13 @@ class SharedPixels:
 
     Attributes:
         size: width and height.
+        close: gives the memory back. Idempotent.
     """
 
     def __init__(self, pixels: Pixels, on_close: Callable[[int], None] | None = None) -> None:
         self.size = pixels.shape[1], pixels.shape[0]
         self._fd = os.memfd_create("quire-pixels", os.MFD_CLOEXEC)
-        weakref.finalize(self, _close, self._fd, pixels.nbytes, on_close)
+        self.close = weakref.finalize(self, _close, self._fd, pixels.nbytes, on_close)
         view = np.ascontiguousarray(pixels).data.cast("B")
         while view:
             view = view[os.write(self._fd, view) :]

@@ -95,7 +95,7 @@ async def count(state: ServerState, dialogue: Dialogue, context: RequestContext)
 class ChatGeneration:
     """The generation of the answer to one dialogue.
 
-    `start`, `ready` and `close` are the methods of its `TextGeneration`.
+    `start`, `ready`, `stop` and `close` are the methods of its `TextGeneration`.
 
     Attributes:
         params: the dialogue's sampling parameters, with a grammar if tool calls need one.
@@ -151,6 +151,7 @@ class ChatGeneration:
         self._read = self._read_format if needs_parsing else self._read_plain
         self.start = self._generation.start
         self.ready = self._generation.ready
+        self.stop = self._generation.stop
         self.close = self._generation.close
 
     async def batches(self) -> AsyncIterator[list[ChatEvent]]:

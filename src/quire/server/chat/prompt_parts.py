@@ -100,7 +100,7 @@ def _shown(part: PromptPart) -> dict[str, Any]:
 async def load_parts(
     state: ServerState, parts: Sequence[PromptPart], context: RequestContext
 ) -> Sequence[Any]:
-    """Reads the parts of a request, off the event loop.
+    """Reads the parts of a request, off the event loop. The request's end closes them.
 
     Raises:
         RequestError: a part cannot be used; names its field.
@@ -116,7 +116,10 @@ async def load_parts(
             param=parts[0].param,
             code="unsupported_parameter",
         )
-    return await reader.load([_with_path(state, part, context.key.digest) for part in parts])
+    owner = context.key.digest
+    loaded = await reader.load([_with_path(state, part, owner) for part in parts])
+    context.closing += [part.close for part in loaded]
+    return loaded
 
 
 def _with_path(state: ServerState, part: PromptPart, owner: bytes) -> PromptPart:

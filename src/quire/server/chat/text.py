@@ -176,6 +176,11 @@ class TextGeneration:
                 task.cancel()
             self._changed.set()
 
+    def stop(self) -> None:
+        """Aborts the running prompts. `batches` ends after the text so far."""
+        for task in self._tasks:
+            task.cancel()
+
     async def close(self) -> None:
         """Aborts the running prompts. Idempotent."""
         tasks, self._tasks = self._tasks, []

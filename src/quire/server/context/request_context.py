@@ -66,6 +66,7 @@ class RequestContext:
         trace: data for its spans; None if it is not traced.
         hints: the hints that its answer ignores.
         on_end: called once at the end of the request.
+        closing: called at its end too, to free what the request holds.
     """
 
     id: str
@@ -96,6 +97,7 @@ class RequestContext:
     trace: RequestTrace | None = None
     hints: Hints | None = None
     on_end: Callable[[RequestContext], None] | None = None
+    closing: list[Callable[[], None]] = field(default_factory=list)
     _taken: int = 0
     _holders: int = 1
 
@@ -163,6 +165,8 @@ class RequestContext:
         self._holders -= 1
         if self._holders > 0:
             return
+        for close in self.closing:
+            close()
         if self.on_end is not None:
             self.on_end(self)
         if self.key.tokens_per_minute is not None:

@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.server.args import ServerArgs
-from quire.server.http.websocket import WebSocketProtocol, accept_key
+from quire.server.http.websocket import WEBSOCKETS, WebSocketProtocol
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -34,8 +34,6 @@ FRAMING_PER_BYTE = 16
 _CLOSE_SECONDS = 0.5
 SOCKET_PATHS = ("/v1/responses",)
 """Ends of the paths on which clients may open a WebSocket."""
-MAX_MESSAGE = 16 * 1024 * 1024
-"""Most bytes of a WebSocket's message. The route's own limit is lower by default."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -106,36 +104,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         Args:
             rest: the bytes behind the head.
         """
-        accept = accept_key(self.headers)
-        url = httptools.parse_url(self.url)
-        path = url.path.decode("ascii", "replace")
+        path = httptools.parse_url(self.url).path.decode("ascii", "replace")
         known = any(path.endswith(each) for each in SOCKET_PATHS)
-        if accept is None or not known or not self._answered or self.parser.get_method() != b"GET":
+        wanted = self.parser.get_method() == b"GET" and self._should_upgrade()
+        if not (known and wanted and self._answered):
             return False
         self._upgraded = True
         self._stop_timer()
-        self.connections.discard(self)
-        scope = {
-            **self.scope,
-            "type": "websocket",
-            "scheme": "wss" if self.scheme == "https" else "ws",
-            "path": path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
-            "subprotocols": [],
-            "extensions": {"websocket.http.response": {}},
-        }
-        protocol = WebSocketProtocol(
-            self.app,
-            scope,
-            accept,
-            self.transport,
-            connections=self.connections,
-            tasks=self.tasks,
-            most=MAX_MESSAGE,
-        )
-        self.transport.set_protocol(protocol)
-        if rest:
+        self.scope["method"] = "GET"
+        self.handle_websocket_upgrade()
+        protocol = self.transport.get_protocol()
+        assert isinstance(protocol, WebSocketProtocol)
+        if not protocol.handshake_initiated:
+            # The library bounds a head's lines, and does not answer one that has more.
+            self.send_400_response("The head of the request is too large for a WebSocket.")
+        elif rest and not self.transport.is_closing():
             protocol.data_received(rest)
         return True
 
@@ -247,7 +230,7 @@ async def serve(
         app,
         loop="none",
         http=BoundedHttpProtocol,
-        ws="none",
+        **WEBSOCKETS,
         lifespan="off",
         log_config=None,
         access_log=False,  # RequestContextMiddleware has its own

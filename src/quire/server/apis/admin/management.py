@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
+from quire.checkpoint_digest import checkpoint_digest
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import RequestError
-from quire.features.disaggregation.facts import checkpoint_digest
 from quire.features.weight_updates.calls import (
     SLEEP,
     STATE,

@@ -17,7 +17,6 @@ from quire.server.apis.ollama.convert import model_name
 from quire.server.apis.ollama.protocol import OllamaShowRequest
 from quire.server.apis.openai.fim import markers_of
 from quire.server.context.request_context import context_of
-from quire.server.errors import ApiError
 from quire.server.http.bodies import read_any_body
 from quire.server.http.sse import json_response
 from quire.server.state import ServerState, state_of
@@ -123,10 +122,7 @@ async def loaded_models(request: Request) -> Response:
 async def show(request: Request) -> Response:
     state = state_of(request)
     body = await read_any_body(request, OllamaShowRequest, state.args.max_body_bytes)
-    name = body.model or body.name
-    if not name:
-        raise ApiError(400, "Missing required parameter: 'model'.", param="model")
-    name = model_name(name, state)
+    name = model_name(body.named, state)
     state.check_model(name, context_of(request))
     files = ModelFiles(state)
     tokenizer = state.client.tokenizer

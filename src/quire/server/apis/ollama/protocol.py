@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -69,7 +69,7 @@ class OllamaRequest(StrictModel):
     stream: bool | None = None
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     keep_alive: int | float | str | None = None
@@ -216,9 +216,33 @@ class OllamaEmbeddingsRequest(StrictModel):
         return self
 
 
-class OllamaShowRequest(StrictModel):
-    """Body of `/api/show`. `name` is an older name of `model`."""
+class _NamedModel(StrictModel):
+    """A body about a model. `name` is an older name of `model`."""
 
     model: Name | None = None
     name: Name | None = None
+
+    @model_validator(mode="after")
+    def _something_named(self) -> Self:
+        if not (self.model or self.name):
+            raise RequestError(
+                "Missing required parameter: 'model'.", "model", code="missing_required_parameter"
+            )
+        return self
+
+    @property
+    def named(self) -> str:
+        return self.model or self.name or ""
+
+
+class OllamaPullRequest(_NamedModel):
+    """Body of `/api/pull`. `stream` is true by default."""
+
+    insecure: bool | None = None
+    stream: bool | None = None
+
+
+class OllamaShowRequest(_NamedModel):
+    """Body of `/api/show`."""
+
     verbose: bool | None = None

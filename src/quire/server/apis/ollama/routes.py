@@ -35,6 +35,7 @@ from quire.server.apis.ollama.protocol import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaPullRequest,
     OllamaShowRequest,
 )
 from quire.server.apis.openai.completions import charge
@@ -67,6 +68,10 @@ class EmbedAnswer(msgspec.Struct):
 
 class EmbeddingsAnswer(msgspec.Struct):
     embedding: list[float]
+
+
+class PullAnswer(msgspec.Struct):
+    status: str = "success"
 
 
 async def chat(request: Request) -> Response:
@@ -227,22 +232,39 @@ async def _read(request: Request, model: type[Model]) -> tuple[ServerState, Mode
     return state, body, name
 
 
+async def pull(request: Request) -> Response:
+    """Answers that a served model is there. There is no other to pull."""
+    state = state_of(request)
+    body = await read_any_body(request, OllamaPullRequest, state.args.max_body_bytes)
+    try:
+        state.check_model(model_name(body.named, state), context_of(request))
+    except ApiError:
+        raise _refuse("pull models", 404) from None
+    answer = msgspec.json.encode(PullAnswer())
+    if body.stream is False:
+        return Response(answer, media_type="application/json")
+    return Response(answer + b"\n", media_type=LINES)
+
+
+def _refuse(what: str, status: int = 501) -> ApiError:
+    return ApiError(
+        status,
+        f"This server cannot {what}: `quire serve MODEL` chooses the model at the start.",
+        code="unsupported_route",
+        retry=False,
+    )
+
+
 def _refusal(what: str) -> Handler:
     """Returns a handler that refuses a route which manages Ollama's models."""
 
     async def refuse(request: Request) -> Response:
-        raise ApiError(
-            501,
-            f"This server cannot {what}: `quire serve MODEL` chooses the model at the start.",
-            code="unsupported_route",
-            retry=False,
-        )
+        raise _refuse(what)
 
     return refuse
 
 
 _REFUSED: dict[str, tuple[str, str]] = {
-    "/api/pull": ("post", "pull models"),
     "/api/push": ("post", "push models"),
     "/api/create": ("post", "create models"),
     "/api/copy": ("post", "copy models"),
@@ -271,6 +293,8 @@ ROUTES = (
            answer=TagList),
     _route("post", "/api/show", show, "What is known of a model, for Ollama's clients",
            body=OllamaShowRequest, answer=ShownModel),
+    _route("post", "/api/pull", pull, "Tells Ollama's clients that a served model is there",
+           body=OllamaPullRequest, answer=PullAnswer, stream=LINES),
     _route("get", "/api/ps", loaded_models, "The loaded models, for Ollama's clients",
            answer=RunningList),
     _route("get", "/api/version", version, "The version of Ollama's API that these routes follow",

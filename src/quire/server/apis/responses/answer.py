@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.outputs import Logprob
 from quire.server.apis.openai.logprobs import chat_logprobs
+from quire.server.apis.responses.conversation import SocketConversation
 from quire.server.apis.responses.events import ResponseEvent
 from quire.server.apis.responses.items import (
     InputTokensDetails,
@@ -16,7 +17,6 @@ from quire.server.apis.responses.items import (
     OutputTopLogprob,
     ResponseUsage,
 )
-from quire.server.apis.responses.socket import SocketConversation
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
 from quire.server.chat.dialogue import (
     ChatEvent,
@@ -33,6 +33,9 @@ from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
+
+STEERED = "steered"
+"""The reason why a response is incomplete that steering input has ended."""
 
 
 class ResponseAnswer:
@@ -64,7 +67,7 @@ class ResponseAnswer:
         self.token_ids: list[int] = []
         self.writer = stored.writer
         self.begun = False
-        self.cut = False
+        self.incomplete: str | None = None
 
     async def warm_up(self) -> list[ResponseEvent]:
         """Runs the prompt, and returns the events of a response without output."""
@@ -74,7 +77,7 @@ class ResponseAnswer:
         usage = usage_of(self.reply)
         usage.total_tokens, usage.output_tokens = usage.input_tokens, 0
         usage.output_tokens_details.reasoning_tokens = 0
-        self.writer.finish(usage, cut=False, empty=True)
+        self.writer.finish(usage, empty=True)
         if self.conversation is not None:
             self.conversation.keep(self.stored)
         return self.writer.take()
@@ -141,6 +144,7 @@ class ResponseAnswer:
         if not self.begun:
             self.begun = True
             writer.progress()
+        ended = False
         for event in events:
             if self.conversation is not None and not isinstance(event, Finished):
                 self.token_ids += event.token_ids
@@ -156,7 +160,17 @@ class ResponseAnswer:
                 case ToolCallDelta():
                     writer.arguments(event.arguments)
                 case Finished():
-                    self.cut = event.finish_reason == "length"
+                    ended = True
+                    if event.finish_reason == "length":
+                        self.incomplete = "max_output_tokens"
+        if not ended and self.conversation is not None and self.conversation.steers:
+            self._stop_between_calls()
+
+    def _stop_between_calls(self) -> None:
+        """Ends the generation for steering input, unless the model is writing a call."""
+        if self.incomplete is None and not self.writer.in_call:
+            self.incomplete = STEERED
+            self.reply.stop()
 
     def _end(self) -> None:
         self._finish()
@@ -167,7 +181,8 @@ class ResponseAnswer:
             self.store.add(self.stored)
 
     def _finish(self) -> None:
-        self.writer.finish(usage_of(self.reply), cut=self.cut)
+        usage, incomplete = usage_of(self.reply), self.incomplete
+        self.writer.finish(usage, incomplete=incomplete, empty=incomplete == STEERED)
 
     def _logprobs(
         self, token_ids: list[int], entries: list[dict[int, Logprob]]

@@ -145,20 +145,32 @@ class ResponseWriter:
         elif isinstance(item, OutputCustomToolCall):
             self._of_item("response.custom_tool_call_input.delta", delta=text)
 
-    def finish(self, usage: ResponseUsage, *, cut: bool, empty: bool = False) -> None:
+    @property
+    def in_call(self) -> bool:
+        """Whether the model is writing a call of a tool."""
+        return isinstance(self._item, OutputCall)
+
+    def take_number(self) -> int:
+        """Returns the sequence number for an event that is sent apart from the others."""
+        self.count += 1
+        return self.count - 1
+
+    def finish(
+        self, usage: ResponseUsage, *, incomplete: str | None = None, empty: bool = False
+    ) -> None:
         """Ends the response.
 
         Args:
-            cut: the limit of tokens ended it, not the model.
+            incomplete: why it ends before the model has ended it.
             empty: a response without output gets no empty message.
         """
         response = self.response
         if not response.output and not empty:
             self._open_message()
-        self.close("incomplete" if cut else "completed")
+        self.close("completed" if incomplete is None else "incomplete")
         response.usage = usage
-        if cut:
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        if incomplete is not None:
+            response.incomplete_details = IncompleteDetails(incomplete)
             response.status = "incomplete"
         else:
             response.completed_at = int(time.time())

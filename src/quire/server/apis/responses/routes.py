@@ -9,8 +9,14 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.features.conversation_leases.calls import CONVERSATION
 from quire.server.apis.responses import items as response_items
 from quire.server.apis.responses.answer import BackgroundEvents, ResponseAnswer, usage_of
+from quire.server.apis.responses.conversation import (
+    CONVERSATION_KEY,
+    SocketConversation,
+    SocketStore,
+)
 from quire.server.apis.responses.convert import (
     NAMES,
     compacted,
@@ -39,7 +45,6 @@ from quire.server.apis.responses.protocol import (
     CreateRequest,
     PromptFields,
 )
-from quire.server.apis.responses.socket import CONVERSATION_KEY, SocketConversation, SocketStore
 from quire.server.apis.responses.store import ResponseSource, ResponseStore, StoredResponse
 from quire.server.apis.responses.tools import ToolSearch, flat_name
 from quire.server.apis.route import EVENTS, FLAG, PAGE_QUERY, Route
@@ -89,6 +94,7 @@ async def _answer(
     state = state_of(request)
     dialogue = await _fitted(state, body, items, context_of(request))
     if conversation is not None:
+        context_of(request).fields[CONVERSATION] = conversation.id
         dialogue.memo, dialogue.with_tokens = conversation.memo, True
         if not conversation.generate:
             dialogue.params, dialogue.default_max_tokens = (
@@ -107,6 +113,8 @@ async def _answer(
         seals=ENCRYPTED in (body.include or ()),
     )
     stored = StoredResponse(writer, items, owner_of(request))
+    if conversation is not None:
+        conversation.active = stored
     answer = ResponseAnswer(
         reply,
         stored,

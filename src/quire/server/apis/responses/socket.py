@@ -13,19 +13,29 @@ from typing import Any
 
 import msgspec
 from starlette.types import Message, Scope
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
-from quire.server.apis.responses.items import Item
-from quire.server.apis.responses.store import ResponseStore, StoredResponse
-from quire.server.chat.prompt_memo import PromptMemo
+from quire.features.conversation_leases.calls import end_lease
+from quire.server.apis.responses.conversation import CONVERSATION_KEY, SocketConversation
+from quire.server.apis.responses.events import ResponseWriter
+from quire.server.apis.responses.steering import (
+    MAX_STEERS,
+    Steer,
+    SteerError,
+    accepted_event,
+    failed_event,
+    input_items,
+    pending_event,
+    read_steer,
+    required_input,
+)
+from quire.server.apis.responses.store import StoredResponse
 from quire.server.errors import ApiError, ErrorInfo
+from quire.server.http.websocket import RESTART, error_event
+from quire.server.state import state_of
 
-CONVERSATION_KEY = "quire.conversation"
-"""Scope entry with the `SocketConversation` of a turn."""
 MAX_STREAMS = 16
 """Most conversations of one connection at once."""
-MAX_RESPONSES = 64
-"""Most responses that a connection keeps."""
 MAX_WAITING = 64
 """Most turns of a stream that wait for the one before them."""
 MAX_WAITING_BYTES = 32 * 1024 * 1024
@@ -34,51 +44,10 @@ SECONDS = 3600.0
 """Seconds for which a connection takes new turns, as at OpenAI."""
 _Turns = asyncio.Queue[tuple[dict[str, Any], int] | None]
 """Events that wait, each with its number of characters. None ends the stream."""
+CREATE = "response.create"
+STEER = "response.steer"
 _NOT_SENT = ("stream", "background")
 """Fields of requests that only HTTP has."""
-
-
-class SocketConversation:
-    """The state that a connection keeps for the turns of one stream.
-
-    Attributes:
-        responses: the connection's responses, which all its streams share.
-        memo: tokens of the conversation so far.
-        generate: False only computes the prompt of the current turn.
-    """
-
-    def __init__(self, responses: OrderedDict[str, StoredResponse]) -> None:
-        self.responses = responses
-        self.memo = PromptMemo()
-        self.generate = True
-
-    def keep(self, stored: StoredResponse) -> None:
-        self.responses[stored.response.id] = stored
-        while len(self.responses) > MAX_RESPONSES:
-            self.responses.popitem(last=False)
-
-
-class SocketStore:
-    """Finds responses and items of a connection, then those of the server's store."""
-
-    def __init__(self, conversation: SocketConversation, store: ResponseStore) -> None:
-        self._own = conversation.responses
-        self._store = store
-
-    def get(self, id: str, param: str, owner: bytes) -> StoredResponse:
-        stored = self._own.get(id)
-        if stored is not None:
-            return stored
-        try:
-            return self._store.get(id, param, owner)
-        except ApiError as error:
-            raise ApiError(
-                400, str(error), param=param, code="previous_response_not_found"
-            ) from None
-
-    def item(self, id: str, owner: bytes) -> Item | None:
-        found = (item for each in self._own.values() for item in each.output if item.id == id)
-        return next(found, None) or self._store.item(id, owner)
 
 
 class ResponsesSocket:
@@ -88,6 +57,7 @@ class ResponsesSocket:
         self._websocket = websocket
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._streams: dict[str | None, _Turns] = {}
+        self._conversations: dict[str | None, SocketConversation] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting = 0
         self._gone = asyncio.Event()
@@ -97,12 +67,12 @@ class ResponsesSocket:
         await self._websocket.accept()
         stops = False
         try:
-            while True:
+            while not self._gone.is_set():
                 text = await self._websocket.receive_text()
                 await self._take(text)
         except WebSocketDisconnect as end:
             # The server stops: running turns may end. A client that is gone needs no answers.
-            stops = end.code == 1012
+            stops = end.code == RESTART
         except KeyError:
             await self._websocket.close(1003, "messages are text")
         finally:
@@ -112,13 +82,16 @@ class ResponsesSocket:
                 queue.put_nowait(None)
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if stops:
-            await self._websocket.close(1012, "the server stops")
+            await self._websocket.close(RESTART, "the server stops")
 
     async def _take(self, text: str) -> None:
-        """Reads an event of the client, and queues its turn."""
+        """Reads an event of the client, and queues its turn or its steering input."""
         stream: str | None = None
         try:
             event = _decode(text)
+            if event.pop("type") == STEER:
+                await self._steer(event, len(text))
+                return
             stream = _stream_of(event)
             if asyncio.get_running_loop().time() > self._ends:
                 raise ApiError(
@@ -150,20 +123,114 @@ class ResponsesSocket:
                     param="stream_id",
                 )
             queue = self._streams[stream] = asyncio.Queue()
-            self._tasks.append(asyncio.create_task(self._run_stream(stream, queue)))
+            conversation = self._conversations[stream] = SocketConversation(self._responses)
+            self._tasks.append(asyncio.create_task(self._run_stream(stream, queue, conversation)))
         return queue
 
-    async def _run_stream(self, stream: str | None, queue: _Turns) -> None:
-        conversation = SocketConversation(self._responses)
-        while (turn := await queue.get()) is not None and not self._gone.is_set():
-            event, size = turn
-            self._waiting -= size
-            await self._turn(event, stream, conversation)
+    async def _run_stream(
+        self, stream: str | None, queue: _Turns, conversation: SocketConversation
+    ) -> None:
+        try:
+            while (turn := await queue.get()) is not None and not self._gone.is_set():
+                event, size = turn
+                self._waiting -= size
+                await self._turn_and_successors(event, stream, conversation)
+        finally:
+            await end_lease(state_of(self._websocket).client, conversation.id)
+
+    async def _turn_and_successors(
+        self, event: dict[str, Any], stream: str | None, conversation: SocketConversation
+    ) -> None:
+        """Runs a turn, and those that steering input adds to it.
+
+        A turn begins with the steering input that its previous response holds.
+        """
+        named = event.get("previous_response_id")
+        previous = named if isinstance(named, str) else ""
+        held = conversation.held.get(previous, [])
+        if held:
+            items = [item for steer in held for item in steer.items]
+            event = {**event, "input": items + input_items(event.get("input", []))}
+        error = await self._turn(event, stream, conversation)
+        if error is not None:
+            await self.send(error, stream)
+        elif held:
+            del conversation.held[previous]
+        while steers := conversation.take_steers():
+            assert conversation.active is not None
+            writer = conversation.active.writer
+            needed = required_input(writer.response)
+            if writer.response.status not in ("completed", "incomplete"):
+                reason = SteerError("response_not_active", "The response has failed.")
+                await self._give_back(steers, reason, writer, stream)
+            elif needed:
+                conversation.hold(writer.response.id, steers)
+                for steer in steers:
+                    await self.send(pending_event(steer, writer.take_number(), needed), stream)
+            else:
+                items = [item for steer in steers for item in steer.items]
+                event = {**event, "previous_response_id": writer.response.id, "input": items}
+                error = await self._turn(event, stream, conversation)
+                if error is not None:
+                    reason = SteerError("successor_creation_failed", _message_of(error))
+                    await self._give_back(steers, reason, writer, stream)
+
+    async def _steer(self, event: dict[str, Any], size: int) -> None:
+        """Takes steering input for a response that runs, and tells the client."""
+        parent = event.get("previous_response_id")
+        found = ((s, c) for s, c in self._conversations.items() if c.active_id == parent)
+        stream, conversation = next(found, (None, None))
+        writer = None if conversation is None else conversation.active_writer
+        try:
+            steer = read_steer(event, size)
+            self._check_steerable(steer, conversation)
+        except SteerError as error:
+            number = 0 if writer is None else writer.take_number()
+            shown = {"previous_response_id": parent, "input": event.get("input")}
+            await self.send(failed_event(error, number, shown), stream)
+            return
+        assert conversation is not None
+        assert writer is not None
+        conversation.steers.append(steer)
+        await self.send(accepted_event(steer, writer.take_number()), stream)
+
+    def _check_steerable(self, steer: Steer, conversation: SocketConversation | None) -> None:
+        """Raises SteerError if a response takes no steering input."""
+        if conversation is None:
+            if steer.parent in self._responses:
+                raise SteerError("response_already_completed", "The response has ended.")
+            raise SteerError(
+                "response_not_found",
+                f"No response {steer.parent[:200]!r} runs on this connection.",
+            )
+        assert conversation.active is not None
+        if not conversation.active.running:
+            raise SteerError("response_already_completed", "The response has ended.")
+        if not conversation.generate:
+            raise SteerError("steering_not_supported", "'generate' is false: nothing is generated.")
+        waiting = sum(each.steer_size for each in self._conversations.values())
+        full = waiting + steer.size > MAX_WAITING_BYTES and waiting > 0
+        if full or len(conversation.steers) >= MAX_STEERS:
+            raise SteerError(
+                "too_many_pending_steers",
+                f"Too much steering input waits: at most {MAX_STEERS} inputs for a response, and "
+                f"{MAX_WAITING_BYTES} characters of a connection, may.",
+            )
+
+    async def _give_back(
+        self, steers: list[Steer], error: SteerError, writer: ResponseWriter, stream: str | None
+    ) -> None:
+        """Tells the client that steering input was not used."""
+        for steer in steers:
+            shown = {
+                "id": steer.id, "previous_response_id": steer.parent, "input": steer.given,
+            }  # fmt: skip
+            await self.send(failed_event(error, writer.take_number(), shown), stream)
 
     async def _turn(
         self, event: dict[str, Any], stream: str | None, conversation: SocketConversation
-    ) -> None:
-        """Runs one turn through the application."""
+    ) -> bytes | None:
+        """Runs one turn through the application. Returns the event of its error, if it failed."""
         fields = {name: value for name, value in event.items() if name not in _NOT_SENT}
         generate = fields.pop("generate", None)
         conversation.generate = generate is not False
@@ -172,8 +239,7 @@ class ResponsesSocket:
                 "'background' is not available over a WebSocket.", "invalid_request_error",
                 "background",
             )  # fmt: skip
-            await self._fail(400, error, stream)
-            return
+            return error_event(400, error)
         body = msgspec.json.encode({**fields, "stream": True})
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         sender = _TurnSender(self, stream)
@@ -187,18 +253,21 @@ class ResponsesSocket:
         scope = _http_scope(self._websocket.scope, len(body))
         scope[CONVERSATION_KEY] = conversation
         await self._websocket.app(scope, receive, sender.send)
-        await sender.finish()
+        return sender.error
 
     async def send(self, data: bytes, stream: str | None) -> None:
         """Sends one event, given as JSON."""
         if stream is not None:
             data = data[:-1] + b',"stream_id":' + msgspec.json.encode(stream) + b"}"
-        if not self._gone.is_set():
-            await self._websocket.send({"type": "websocket.send", "text": data.decode()})
+        if self._gone.is_set():
+            return
+        try:
+            await self._websocket.send_text(data.decode())
+        except (WebSocketDisconnect, WebSocketDisconnected):
+            self._gone.set()
 
     async def _fail(self, status: int, error: ErrorInfo, stream: str | None) -> None:
-        event = {"type": "error", "status": status, "error": error}
-        await self.send(msgspec.json.encode(event), stream)
+        await self.send(error_event(status, error), stream)
 
 
 class _TurnSender:
@@ -222,10 +291,13 @@ class _TurnSender:
         else:
             self._body += message.get("body", b"")
 
-    async def finish(self) -> None:
-        if self._status not in (0, 200):
-            head = f'{{"type":"error","status":{self._status},'.encode()
-            await self._socket.send(head + bytes(self._body[1:]), self._stream)
+    @property
+    def error(self) -> bytes | None:
+        """The event of an answer that is an error."""
+        if self._status in (0, 200):
+            return None
+        head = f'{{"type":"error","status":{self._status},'.encode()
+        return head + bytes(self._body[1:])
 
 
 def _http_scope(scope: Scope, length: int) -> Scope:
@@ -256,14 +328,18 @@ def _decode(text: str) -> dict[str, Any]:
         event = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         raise ApiError(400, "The message is not valid JSON.", code="invalid_json") from None
-    if not isinstance(event, dict) or event.pop("type", None) != "response.create":
+    if not isinstance(event, dict) or event.get("type") not in (CREATE, STEER):
         raise ApiError(
             400,
-            "Only events of type 'response.create' are supported.",
+            f"Only events of type '{CREATE}' and '{STEER}' are supported.",
             param="type",
             code="unsupported_event",
         )
     return event
+
+
+def _message_of(error: bytes) -> str:
+    return str(msgspec.json.decode(error)["error"]["message"])
 
 
 def _stream_of(event: dict[str, Any]) -> str | None:
