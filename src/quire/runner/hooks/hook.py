@@ -30,6 +30,7 @@ from quire.parallel import ProcessGroup
 from quire.plan import Admit, KVGroup, StepPlan
 from quire.runner.kv_cache import KVCache
 from quire.runner.readback import Step, Upload
+from quire.runner.releasable import ReleasableMemory
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.runner.transfer.place import Place
 
@@ -131,6 +132,19 @@ class Hook:
 
     def take_cache(self, cache: KVCache) -> None:
         """Receives the KV cache, in which the layers of `models` follow the target model's."""
+
+    def take_memory(
+        self,
+        weights: ReleasableMemory,
+        kv: ReleasableMemory,
+        cache: KVCache,
+        models: Sequence[DecoderLayers],
+    ) -> None:
+        """Receives the memory of the target model's weights and of the KV cache.
+
+        Args:
+            models: the target model, then those of hooks.
+        """
 
     def reserved_bytes(self, groups: Sequence[KVGroup], budget: int) -> int:
         """Returns the bytes of the device that the hook takes from the KV cache.
