@@ -187,7 +187,8 @@ class UpdateHook(HostHook):
 
             def run() -> None:
                 try:
-                    if self._device.type == "cuda":
+                    # A thread begins on the first device, which "cuda" without an index means.
+                    if self._device.index is not None:
                         torch.cuda.set_device(self._device)
                     ready.set_result(work())
                 except BaseException as error:

@@ -88,7 +88,7 @@ def attend_short(
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     if PDL:
-        gdc_launch_dependents()
+        tiles.release_early(tl.num_programs(0) * GROUP * HEAD_DIM)
     head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * 8
     row = tl.load(item)
@@ -120,6 +120,7 @@ def attend_short(
                 k_stride_b, k_stride_t, v_stride_b, v_stride_t, WIDTH, BLOCK_TOKENS, BN,
             )  # fmt: skip
         gdc_wait()
+        gdc_launch_dependents()
     if row < 0:
         return
     q, limit = tiles.load_queries(
@@ -168,7 +169,7 @@ def combine(
     Grid: (rows, KV heads, queries of a tile). With LONG it is (tokens, KV heads, GROUP), and
     `rows_ptr` is `LongSchedule.places`."""
     if PDL:
-        gdc_launch_dependents()
+        tiles.release_early(tl.num_programs(1) * GROUP * HEAD_DIM)
     row = tl.program_id(0)
     head = tl.program_id(1)
     flat = tl.program_id(2)
@@ -187,6 +188,7 @@ def combine(
         live = (parts > 1) & (flat < q_len * GROUP)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     if not live:
         return
     dims = tl.arange(0, D_PAD)

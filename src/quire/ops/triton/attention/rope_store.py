@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.choose import current_policy
 from quire.ops.kv import KVLayer
-from quire.ops.triton.attention import kv8
+from quire.ops.triton.attention import kv8, tiles
 from quire.ops.triton.launch import launch, options, traits
 
 
@@ -97,13 +97,14 @@ def _qk_norm_rope_store(
     Q_GROUPS: tl.constexpr = (HEADS + H - 1) // H
     KV_GROUPS: tl.constexpr = (KV_HEADS + H - 1) // H
     if PDL:
-        gdc_launch_dependents()
+        tiles.release_early(HEADS * DIM)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     if slot < 0:
         return
     cos_sin_ptr += position * cos_sin_stride

@@ -4,8 +4,21 @@ KV is in the queries' dtype or in 8 bits (see `kv8.py`)."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from quire.ops.triton.attention import kv8
+
+_EARLY_WIDTH = tl.constexpr(2048)
+
+
+@triton.jit
+def release_early(width):
+    """Releases the next kernel before the own wait, if a token's queries have few values.
+
+    The products of a wider model keep the memory busy anyway. One run of Qwen3-8B (4096 values)
+    was 4 % slower with it, and Qwen3-0.6B (2048) is 6 % faster."""
+    if width <= _EARLY_WIDTH:
+        gdc_launch_dependents()
 
 
 @triton.jit
