@@ -395,7 +395,8 @@ class GrammarFeature(Feature, LoopFeature):
             raise QuireError(f"lane {lane} has no request with masks")
         held = bool(flags & RowFlag.HELD)
         masked.last = builder.step_id
-        if held:
+        if held and masked.late is not None:
+            self._inputs.copy_line(masked.late.step_id, builder.step_id, lane)
             self._held.discard(lane)
             masked.late = None
         lines = 1 if flags & RowFlag.PROMPT else int(builder.q_len[row])
