@@ -5,6 +5,7 @@
 # make test-ops, test-one-rank, test-ranks   the tests of `make test` in parts
 # make kernels TRITON=3.7.1   Hopper's kernels through another Triton's compiler, without a GPU
 # make lint    ruff, mypy, import rules and other checks
+# make learn   sets up .venv for the lessons and their exercises, and opens the site
 # make lessons   the site of docs and lessons, in build/site
 # make core    counts the core's lines of code and writes them into ARCHITECTURE.md
 # make bench   what a step costs the scheduler, and the engine on the embedded model
@@ -32,7 +33,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WOR
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test real test-all test-ops test-one-rank test-ranks kernels lint lessons core format bench bench-contract bench-contract-cpu bench-gpu \
+.PHONY: help serve test real test-all test-ops test-one-rank test-ranks kernels lint learn lessons core format bench bench-contract bench-contract-cpu bench-gpu \
 	bench-gpu-scaling clean
 
 help:
@@ -80,6 +81,9 @@ lessons: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 	@echo "Open build/site/index.html; search needs a server: python3 -m http.server -d build/site"
 
+learn: $(VENV)/.learn lessons
+	@$(BIN)/python tools/open_site.py
+
 core: $(VENV)/.serve
 	$(BIN)/python tools/core.py --markdown
 
@@ -120,6 +124,11 @@ $(VENV)/.dev: $(VENV)/.serve
 $(VENV)/.docs: $(VENV)/.serve
 	@echo "Installing what the site needs into $(VENV)."
 	$(PIP) install --progress-bar on -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(VENV)/.learn: $(VENV)/.serve
+	@echo "Installing what the lessons' plots, kernels and exercises need into $(VENV)."
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[learn]'
 	@touch $@
 
 $(BIN)/python:

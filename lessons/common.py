@@ -1,6 +1,6 @@
 """Shared by the lessons: the model, tables, and claims that a script proves.
 
-Lessons are modules, run from the repository's root: python -m lessons.02_kv_cache.lesson
+Lessons are modules, run from the repository's root: python -m lessons 2
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lessons import mine
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.core import EngineCore
@@ -87,6 +88,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def load(args: argparse.Namespace) -> Loaded:
     """Finds the model of `--model`. Exits with status 2 if there is none."""
+    if args.model is None:  # so small that more threads would mostly wait for each other
+        torch.set_num_threads(1)
     try:
         found = Loaded(resolve_model_path(args.model))
         found.config  # noqa: B018 - reads the file
@@ -94,6 +97,17 @@ def load(args: argparse.Namespace) -> Loaded:
     except QuireError as error:
         print(f"--model: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def own_model(model: Loaded) -> mine.Model:
+    """Returns the reader's model over a checkpoint. Exits with status 2 if it is no Qwen3."""
+    if model.config["model_type"] != "qwen3":
+        print(
+            f"the lessons build Qwen3; {model.path} is {model.config['model_type']}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    return mine.Model(model.path)
 
 
 def engine(model: Loaded, **settings: Any) -> EngineCore:

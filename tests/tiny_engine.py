@@ -170,9 +170,9 @@ class TinyEngine:
         """Submits the masks of a step's GATED rows: by lane, int32 [lines, words]."""
         inputs = self.executor.host_inputs()
         starts = inputs.first_lines(step_id, int32(list(masks))).tolist()
-        for start, mask in zip(starts, masks.values(), strict=True):
+        for start, (lane, mask) in zip(starts, masks.items(), strict=True):
             inputs.buffer()[start : start + len(mask)] = mask
-        inputs.put(step_id, int32(list(masks)))
+            inputs.put(step_id, lane)
 
     def add(self, name: str, job: Job) -> list[Request]:
         requests: list[Request] = []

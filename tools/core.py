@@ -90,6 +90,7 @@ CORE = (
     "runner/readback.py",
     "runner/transfer/place.py",
     "runner/kv_cache.py",
+    "runner/releasable.py",
     "runner/memory.py",
     "runner/graphs.py",
     "runner/hooks/hook.py",

@@ -36,11 +36,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     inside = [name for name in INSIDE if name in docs]
     internals = [f"internals/{name}" for name in INTERNALS]
     use = [name for name in USE if name in docs]
-    use += [name for name in docs if name not in (*use, *inside, "performance")]
+    use += [name for name in docs if name not in (*use, *inside, "performance", "start")]
     first = (ROOT / "docs" / "performance.md").read_text("utf-8")
     figures = list(dict.fromkeys(re.findall(r"\((performance/[^)#]+)", first)))
     config.nav = [
         {"Quire": "README.md"},
+        {_title("docs/start.md"): "docs/start.md"},
         {"Lessons": ["lessons/README.md", *numbered]},
         {"Use": [f"docs/{name}.md" for name in use]},
         {"Inside": [f"docs/{name}.md" for name in (*internals, *inside)]},

@@ -1,6 +1,6 @@
 """Three exercises on sampling and scoring.
 
-pytest tests/lessons/test_lesson_01.py --answers exercises
+python -m lessons check 1
 """
 
 from __future__ import annotations

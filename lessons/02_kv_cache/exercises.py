@@ -1,6 +1,6 @@
 """Three exercises on what a cache costs and saves.
 
-pytest tests/lessons/test_lesson_02.py --answers exercises
+python -m lessons check 2
 """
 
 from __future__ import annotations

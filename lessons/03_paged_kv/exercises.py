@@ -1,6 +1,6 @@
 """Three exercises on block tables.
 
-pytest tests/lessons/test_lesson_03.py --answers exercises
+python -m lessons check 3
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Three exercises on scheduling.
 
-pytest tests/lessons/test_lesson_04.py --answers exercises
+python -m lessons check 4
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Continuous batching: requests join and leave between steps, long prompts come in chunks.
 
-Run it from the repository's root: python -m lessons 4 [--prompt 1200] [--plot FILE]
+Run it from the repository's root: python -m lessons 4 [--mine FILE] [--prompt 1200] [--plot FILE]
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from lessons import plots
-from lessons.common import Loaded, check, engine, load, parser, skewed_lengths, table
+from lessons import mine, plots
+from lessons.common import Loaded, check, engine, load, own_model, parser, skewed_lengths, table
 from quire import SamplingParams
 
 
@@ -30,64 +30,49 @@ def continuous(outputs: list[int], rows: int) -> int:
     return max(ends)
 
 
-@dataclass
-class Request:
-    """A request has tokens that it knows, and positions that it has computed."""
-
-    name: str
-    known: int  # at first its prompt
-    total: int
-    computed: int = 0
-
-
 Arrivals = dict[int, list[tuple[str, int, int]]]
 """(name, prompt, prompt and output) of the requests that come before a step."""
+Ran = tuple[list[dict[str, int]], list[float], list[list[int]]]
+"""The tokens of each request in each step, the steps' ms, and the outputs."""
+clock = time.perf_counter if torch.cuda.is_available() else time.process_time
 
 
-def plan(running: list[Request], budget: int, chunked: bool) -> list[tuple[Request, int]]:
-    """Chooses a step's rows: first those that lack one token, then prompts, as far as they fit."""
-    rows = []
-    for request in sorted(running, key=lambda each: each.known - each.computed > 1):
-        lacking = request.known - request.computed
-        count = min(lacking, budget) if chunked else lacking * (lacking <= budget)
-        if count:
-            rows.append((request, count))
-            budget -= count
-    return rows
+def prompts(model: Loaded, arrivals: Arrivals) -> dict[str, list[int]]:
+    """Returns a random prompt for each request."""
+    draw = np.random.default_rng(0)
+    sizes = {name: size for come in arrivals.values() for name, size, _ in come}
+    vocab = model.config["vocab_size"]
+    return {name: draw.integers(0, vocab, size).tolist() for name, size in sizes.items()}
 
 
-def simulate(arrivals: Arrivals, budget: int, chunked: bool) -> list[dict[str, int]]:
-    """Returns the tokens that each request computes in each step."""
-    running: list[Request] = []
+def run_mine(model: Loaded, arrivals: Arrivals, budget: int) -> Ran:
+    """Runs the requests on the reader's engine."""
+    own = own_model(model)
+    core = mine.Engine(own, mine.PagedCache(own, count=256), budget, most=8)
+    texts, times, requests = prompts(model, arrivals), [], []
     steps: list[dict[str, int]] = []
-    while running or len(steps) <= max(arrivals):
-        running += [Request(*each) for each in arrivals.get(len(steps), ())]
-        rows = plan(running, budget, chunked)
-        for request, count in rows:
-            request.computed += count
-            # A request that has computed all its known tokens gets a new one.
-            request.known += request.computed == request.known
+    while core.running or core.waiting or len(steps) <= max(arrivals):
+        for name, _, total in arrivals.get(len(steps), ()):
+            requests.append(mine.Request(name, list(texts[name]), total))
+            core.add(requests[-1])
+        began = clock()
+        rows = core.step()
+        times.append(1e3 * (clock() - began))
         steps.append({request.name: count for request, count in rows})
-        running = [request for request in running if request.known < request.total]
-    return steps
+    return steps, times, [each.tokens[len(texts[each.name]) :] for each in requests]
 
 
-def run(
-    model: Loaded, arrivals: Arrivals, budget: int, chunked: bool
-) -> tuple[list[dict[str, int]], list[float], list[list[int]]]:
-    """Returns the engine's steps as `simulate` does, their ms (on a CPU its own), and outputs."""
-    core = engine(
-        model, max_num_batched_tokens=budget, enable_chunked_prefill=chunked, max_num_seqs=8,
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    draw, params = np.random.default_rng(0), SamplingParams(temperature=0.0, ignore_eos=True)
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    requests, times = [], []
+def run_shipped(model: Loaded, arrivals: Arrivals, budget: int) -> Ran:
+    """Runs the same requests on the shipped engine."""
+    core = engine(model, max_num_batched_tokens=budget, max_num_seqs=8, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    texts, times, requests = prompts(model, arrivals), [], []
     steps: list[dict[str, int]] = []
     while core.has_work() or len(steps) <= max(arrivals):
-        for name, prompt, total in arrivals.get(len(steps), ()):
-            ids = draw.integers(0, model.config["vocab_size"], prompt, dtype=np.int32)
-            requests += core.add(name, ids, params, max_total=total)
+        for name, _, total in arrivals.get(len(steps), ()):
+            requests += core.add(
+                name, np.array(texts[name], dtype=np.int32), params, max_total=total
+            )
         began = clock()
         core.step()
         times.append(1e3 * (clock() - began))
@@ -98,7 +83,12 @@ def run(
     return steps, times, [request.output.tolist() for request in requests]
 
 
-@torch.inference_mode()
+def example(model: Loaded) -> list[dict[str, int]]:
+    """Returns the steps of two short requests, and of a long one that comes after two steps."""
+    arrivals: Arrivals = {0: [("a", 4, 12), ("b", 4, 12)], 2: [("long", 200, 203)]}
+    return run_mine(model, arrivals, 64)[0]
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--prompt", type=int, default=1200, help="tokens of the long prompts")
@@ -108,41 +98,44 @@ def main(arguments: list[str] | None = None) -> None:
     model, outputs = load(args), [total - prompt for prompt, total in skewed_lengths(300)]
     rows = [(n, static(outputs, n), continuous(outputs, n)) for n in (1, 8, 32, 128)]
     busy = [(*row, 100 * sum(outputs) / (row[0] * row[2])) for row in rows]
-    print(table(["rows", "steps, static", "steps, continuous", "% of rows busy"], busy), "\n")
+    print(table(["rows", "steps, static", "steps, continuous", "% of rows busy"], busy))
     _, slow, fast = rows[2]
     check(slow > 1.5 * fast, f"32 rows that refill take {slow / fast:.1f} x fewer steps\n")
 
-    example = simulate({0: [("a", 4, 12), ("b", 4, 12)], 2: [("long", 200, 203)]}, 64, True)
     names = ["a", "b", "long"]
-    print(
-        table(
-            ["step", *names],
-            [[i, *(step.get(n, 0) for n in names)] for i, step in enumerate(example)],
-        )
-    )
-    print()
+    planned = [[i, *(step.get(n, 0) for n in names)] for i, step in enumerate(example(model))]
+    print(table(["step", *names], planned))
+    check(all(sum(row[1:]) <= 64 for row in planned), "no step has more than 64 tokens\n")
 
     # Six requests generate; two long prompts come, one after the other.
+    size, shown, found, tokens = args.prompt, list[list[Any]](), {}, []
     first = [(str(i), 20, 60) for i in range(6)]
-    size = args.prompt
     arrivals = {0: first, 5: [("x", size, size + 2)], 20: [("y", size, size + 2)]}
-    found = {}
-    for name, budget, chunked in (("whole", 2048, False), ("in chunks", args.budget, True)):
-        steps, times, tokens = run(model, arrivals, budget, chunked)
-        check(steps == simulate(arrivals, budget, chunked), f"{name}: the engine plans the same")
-        # Between two tokens of the first six lies a step.
-        waits = [(sum(s.values()), ms) for s, ms in zip(steps, times, strict=True) if "0" in s]
-        found[name] = [np.percentile(each, 99) for each in zip(*waits, strict=True)], steps, tokens
-        found[name][0].append(sum("x" in step for step in steps))
-    print()
-    headers = ["long prompts", "ITL p99, tokens", "ITL p99, ms", "steps to a long one's end"]
-    print(table(headers, [[name, *map(float, each[0])] for name, each in found.items()]), "\n")
-    (whole, late, _), (chunks, soon, _) = (found[name][0] for name in found)
+    for name, budget in (("whole", 2048), ("in chunks", args.budget)):
+        ours, theirs = (run(model, arrivals, budget) for run in (run_mine, run_shipped))
+        for engine_name, ran in (("mine", ours), ("Quire", theirs)):
+            # Between two tokens of the first six lies a step.
+            waits = [(sum(s.values()), ms) for s, ms in zip(*ran[:2], strict=True) if "0" in s]
+            late = [float(np.percentile(each, 99)) for each in zip(*waits, strict=True)]
+            shown.append([name, engine_name, *late, sum("x" in step for step in ran[0])])
+            tokens.append(ran[2])
+        found[name] = ours[0], theirs[0]
+    headers = [
+        "long prompts",
+        "engine",
+        "ITL p99, tokens",
+        "ITL p99, ms",
+        "steps to a long one's end",
+    ]
+    print(table(headers, shown))
+    for name, (steps, same) in found.items():
+        check(steps == same, f"{name}: both engines plan the same {len(steps)} steps")
+    check(all(each == tokens[0] for each in tokens), "and everybody gets the same tokens")
+    (_, _, whole, late, _), (_, _, chunks, soon, _) = shown[0], shown[2]
     fewer = f"the others wait for {chunks:.0f} tokens, not {whole:.0f}"
     check(chunks <= args.budget < whole, fewer)
     check(soon < late, f"so their ITL p99 is {soon:.0f} ms, not {late:.0f}")
-    check(found["whole"][2] == found["in chunks"][2], "and nobody's tokens change")
-    sizes = {name: [sum(step.values()) for step in each[1]][:40] for name, each in found.items()}
+    sizes = {name: [sum(step.values()) for step in each[0]][:40] for name, each in found.items()}
     plots.lines(args.plot, range(40), sizes, ("step", "tokens"), log="y")
 
 

@@ -1,6 +1,6 @@
 """Three exercises on kernels and graphs.
 
-pytest tests/lessons/test_lesson_05.py --answers exercises
+python -m lessons check 5
 """
 
 from __future__ import annotations

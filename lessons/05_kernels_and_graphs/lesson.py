@@ -1,67 +1,35 @@
 """Kernels and CUDA graphs: fewer passes over memory, fewer launches.
 
-Run it from the repository's root: python -m lessons 5 (without a GPU: in Triton's interpreter)
+Run it from the repository's root: python -m lessons 5 [--mine FILE]
+
+Without a GPU the kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from lessons.common import Loaded, check, load, parser, table
+from lessons import mine
+from lessons.common import Loaded, check, load, own_model, parser, table
 from quire import LLM, SamplingParams
 from quire.ops import KVLayer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECORDS = Path(__file__).parents[2] / "bench" / "results" / "h200_ablation.jsonl"
-VIEWS = {"aten::as_strided", "aten::view", "aten::empty", "aten::empty_strided"}
-"""Ops that launch nothing."""
-
-
-def plain_add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return total, total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, lengths: Tensor, scale: float
-) -> Tensor:
-    """Attends as lesson 3 does, row by row: gathers the blocks, repeats heads, masks nothing."""
-    rows = []
-    for row, length in enumerate(lengths.tolist()):
-        keys, values = (each[blocks[row].long()].flatten(0, 1)[:length] for each in (k, v))
-        share = q.shape[1] // k.shape[2]
-        keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
-        scores = torch.einsum("hd,khd->hk", q[row] * scale, keys)
-        rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values))
-    return torch.stack(rows)
-
-
-def cost(work: Callable[..., Any], *given: Any) -> tuple[int, int]:
-    """Returns how many ops a call on the CPU launches, and how many values these read."""
-    given = tuple(each.cpu() if isinstance(each, Tensor) else each for each in given)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler says when it starts and stops
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        work(*given)
-    ops = [each for each in profiler.events() if not each.cpu_children and each.name not in VIEWS]
-    return len(ops), sum(math.prod(shape) for each in ops for shape in each.input_shapes if shape)
 
 
 def compare(model: Loaded, rows: int) -> None:
     """Runs both kernels beside plain PyTorch, and the shipped ones beside their twins."""
     kernels = importlib.import_module("lessons.05_kernels_and_graphs.kernels")
+    plainly = importlib.import_module("lessons.05_kernels_and_graphs.plain")
     shipped = importlib.import_module("quire.ops.triton")
     mixer, width, eps = model.spec.attention[0], model.spec.hidden_size, 1e-6
     x, residual = torch.randn(2, rows, width, device=DEVICE)
@@ -74,12 +42,13 @@ def compare(model: Loaded, rows: int) -> None:
     norm, attend = (x, residual, weight, eps), (q, k, v, blocks, lengths, mixer.scale)
 
     ours = [kernels.add_norm(*norm)[1], kernels.decode_attention(*attend)]
-    plain = [plain_add_norm(*norm)[1], plain_attention(*attend)]
+    plain = [plainly.add_norm(*norm)[1], plainly.attention(*attend)]
     reads = [2 * x.numel() + x.numel(), q.numel() + 2 * int(lengths.sum()) * k[0, 0].numel()]
-    costs = [cost(plain_add_norm, *norm), cost(plain_attention, *attend)]
+    works = (plainly.add_norm, norm), (plainly.attention, attend)
+    costs = [plainly.cost(work, *given) for work, given in works]
     pairs = zip(["sum and norm", "attention"], costs, reads, strict=True)
     counts = [[name, *each, 1, read] for name, each, read in pairs]
-    print(table(["", "launches", "values read", "kernel", "values read"], counts), "\n")
+    print(table(["", "launches", "values read", "kernel", "values read"], counts))
     errors = [float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)]
     check(max(errors) < 1e-4, f"the kernels are right: they differ by {max(errors):.1e} at most")
     less = costs[1][1] / reads[1]
@@ -93,6 +62,30 @@ def compare(model: Loaded, rows: int) -> None:
     theirs = [shipped.rms_norm(x + residual, weight, eps), seen]
     errors = [float((a - b).abs().max()) for a, b in zip(theirs, plain, strict=True)]
     check(max(errors) < 1e-4, f"so are the engine's, on the same blocks: {max(errors):.1e}\n")
+
+
+def own_engine(model: Loaded, count: int) -> None:
+    """Writes two texts with the reader's engine, which attends by copies and by the kernel."""
+    kernels = importlib.import_module("lessons.05_kernels_and_graphs.kernels")
+    own, calls, texts = own_model(model), [0, 0], []
+
+    def kernel(*given: Any) -> Tensor:
+        calls[1] += 1
+        moved = (each.to(DEVICE) if isinstance(each, Tensor) else each for each in given)
+        return kernels.decode_attention(*moved).cpu()
+
+    for each in (None, kernel):
+        engine = mine.Engine(own, mine.KernelCache(own, count=16, kernel=each))
+        prompts = [model.tokenizer.encode(text).tolist() for text in ("Once upon a time", "Tom")]
+        requests = [mine.Request(str(i), ids, len(ids) + count) for i, ids in enumerate(prompts)]
+        for request in requests:
+            engine.add(request)
+        engine.run()
+        texts.append([request.tokens for request in requests])
+    shown = [repr(model.tokenizer.hub.decode(text[0])) for text in texts]
+    rows = zip(["copies", "the kernel"], calls, shown, strict=True)
+    print(table(["the reader's engine reads by", "launches", "a text"], rows))
+    check(texts[0] == texts[1], "with the kernel it writes the same texts\n")
 
 
 def recorded() -> dict[str, dict[str, float]]:
@@ -128,6 +121,7 @@ def measured(model: Loaded) -> dict[str, dict[str, float]]:
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--rows", type=int, default=4, help="rows of a step")
+    options.add_argument("--tokens", type=int, default=6, help="tokens that your engine writes")
     args = options.parse_args(arguments)
     if importlib.util.find_spec("triton") is None:
         print("skipped: this lesson writes Triton kernels, and triton is not installed")
@@ -136,12 +130,13 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     model = load(args)
     compare(model, args.rows)
+    own_engine(model, args.tokens)
     found = measured(model) if DEVICE == "cuda" else recorded()
     times = [rate["with"] / rate["without"] for rate in found.values()]
     rates = [
         [n, r["without"], r["with"], x] for (n, r), x in zip(found.items(), times, strict=True)
     ]
-    print(table(["tokens/s", "launched one by one", "one graph", "x"], rates), "\n")
+    print(table(["tokens/s", "launched one by one", "one graph", "x"], rates))
     least = min(times)
     check(least > 1.2, f"a graph is {least:.1f} x as fast at least, for the same kernels")
 

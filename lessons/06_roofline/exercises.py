@@ -1,6 +1,6 @@
 """Three exercises on the roofline.
 
-pytest tests/lessons/test_lesson_06.py --answers exercises
+python -m lessons check 6
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Three exercises on prefix caches.
 
-pytest tests/lessons/test_lesson_07.py --answers exercises
+python -m lessons check 7
 """
 
 from __future__ import annotations

@@ -1,22 +1,20 @@
 """Prefix caching: what an earlier prompt left in the cache serves the next one.
 
-Run it from the repository's root: python -m lessons 7 [--longest 32768] [--plot FILE]
+Run it from the repository's root: python -m lessons 7 [--mine FILE] [--longest 32768] [--plot FILE]
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
 
 import numpy as np
-import torch
 
-from lessons import plots
-from lessons.common import Loaded, check, engine, load, parser, table
+from lessons import mine, plots
+from lessons.common import Loaded, check, engine, load, own_model, parser, table
 from quire import SamplingParams
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
@@ -24,6 +22,8 @@ from quire.plan import KVGroup
 
 radix = importlib.import_module("lessons.07_prefix_caching.radix")
 SIZE, SPACE = 16, (0, "")
+Conversation = tuple[list[int], list[list[int]]]
+"""Tokens of each turn's prompt that were computed, and the answers."""
 
 
 class HashedBlocks:
@@ -32,20 +32,14 @@ class HashedBlocks:
     def __init__(self) -> None:
         self.blocks: dict[bytes, int] = {}
 
-    def hashes(self, tokens: Int32) -> Iterator[bytes]:
-        last = b""
-        for end in range(SIZE, len(tokens) + 1, SIZE):
-            # The hash before goes in: equal tokens behind other tokens have other keys and values.
-            key = last + tokens[end - SIZE : end].tobytes()
-            yield (last := hashlib.blake2b(key, digest_size=16).digest())
-
     def insert(self, tokens: Int32) -> None:
-        for each in self.hashes(tokens):
+        for each in mine.block_keys(tokens.tolist(), SIZE):
             self.blocks.setdefault(each, len(self.blocks))
 
     def match(self, tokens: Int32) -> int:
         """Returns how many tokens of a prompt are known."""
-        return SIZE * sum(1 for _ in takewhile(self.blocks.__contains__, self.hashes(tokens)))
+        keys = mine.block_keys(tokens.tolist(), SIZE)
+        return SIZE * sum(1 for _ in takewhile(self.blocks.__contains__, keys))
 
 
 class Shipped:
@@ -66,24 +60,48 @@ class Shipped:
         self.manager.release(0, tokens, n)  # its blocks stay in the tree
 
 
-def conversation(model: Loaded, caching: bool) -> tuple[list[int], list[list[int]]]:
-    """Returns how many tokens of three turns' prompts the engine computes, and its answers."""
-    core, draw = engine(model, enable_prefix_caching=caching), np.random.default_rng(0)
-    text, computed, answers = int32([]), [], []
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
+def turns(model: Loaded, answer: Callable[[str, Int32], tuple[int, list[int]]]) -> Conversation:
+    """Plays three turns. answer: returns how many tokens were found, and the answer's tokens."""
+    draw, text = np.random.default_rng(0), int32([])
+    computed, answers = [], []
     for turn in range(3):
         text = np.concatenate([text, draw.integers(100, 5000, 150, dtype=np.int32)])
-        (request,) = core.add(str(turn), text, params, max_total=len(text) + 8)
-        while core.has_work():
-            core.step()
-        computed.append(len(text) - request.num_cached_tokens)
-        answers.append(request.output.tolist())
-        text = np.concatenate([text, request.output])
-    core.shutdown()
+        found, tokens = answer(str(turn), text)
+        computed.append(len(text) - found)
+        answers.append(tokens)
+        text = np.concatenate([text, int32(tokens)])
     return computed, answers
 
 
-@torch.inference_mode()
+def own_conversation(model: Loaded, cache: type[mine.PagedCache]) -> Conversation:
+    own = own_model(model)
+    core = mine.Engine(own, cache(own, count=64))
+
+    def answer(name: str, text: Int32) -> tuple[int, list[int]]:
+        request = mine.Request(name, text.tolist(), len(text) + 8)
+        core.add(request)
+        core.admit()
+        found = request.computed
+        core.run()
+        return found, request.tokens[len(text) :]
+
+    return turns(model, answer)
+
+
+def shipped_conversation(model: Loaded) -> Conversation:
+    core, params = engine(model), SamplingParams(temperature=0.0, ignore_eos=True)
+
+    def answer(name: str, text: Int32) -> tuple[int, list[int]]:
+        (request,) = core.add(name, text, params, max_total=len(text) + 8)
+        while core.has_work():
+            core.step()
+        return request.num_cached_tokens, request.output.tolist()
+
+    found = turns(model, answer)
+    core.shutdown()
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--longest", type=int, default=32768, help="tokens of the longest prompt")
@@ -101,16 +119,19 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append([size, radix.common(known, prompt), *(c.match(prompt) for c in caches), *times])
     names = "hashed", "tree", "engine"
     headers = ["prompt", "shared", *names, *(f"{name}, µs" for name in names)]
-    print(table(headers, rows), "\n")
+    print(table(headers, rows))
     whole = all(row[2] == row[1] // SIZE * SIZE for row in rows)
     check(whole, "hashed blocks find all whole blocks that prompts share")
     check(all(row[1] == row[3] == row[4] for row in rows), "both trees find every token\n")
 
-    (all_of_it, plain), (new, same) = (conversation(model, caching) for caching in (False, True))
-    turns = zip(range(1, 4), all_of_it, new, strict=True)
-    print(table(["turn", "tokens computed, no cache", "with it"], turns), "\n")
-    check(plain == same, "the engine's answers are the same with and without")
-    check(2 * sum(new[1:]) < sum(all_of_it[1:]), "later turns compute what is new in them")
+    plain, ours = (own_conversation(model, cache) for cache in (mine.PagedCache, mine.PrefixCache))
+    theirs = shipped_conversation(model)
+    numbered = zip(range(1, 4), plain[0], ours[0], theirs[0], strict=True)
+    print(table(["turn", "tokens computed, no cache", "mine", "Quire"], numbered))
+    check(plain[1] == ours[1] == theirs[1], "the answers are the same with and without a cache")
+    later, whole_text = sum(ours[0][1:]), sum(plain[0][1:])
+    check(2 * later < whole_text, f"later turns compute {later} tokens, not {whole_text}")
+    check(sum(theirs[0]) <= sum(ours[0]), "Quire also reuses a block that is shared in part")
     series = {name: [row[5 + i] for row in rows] for i, name in enumerate(names)}
     plots.lines(args.plot, [row[0] for row in rows], series, ("tokens", "µs to match"), log="xy")
 

@@ -1,6 +1,6 @@
 """Three exercises on drafts.
 
-pytest tests/lessons/test_lesson_08.py --answers exercises
+python -m lessons check 8
 """
 
 from __future__ import annotations

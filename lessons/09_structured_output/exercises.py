@@ -1,6 +1,6 @@
 """Three exercises on masks.
 
-pytest tests/lessons/test_lesson_09.py --answers exercises
+python -m lessons check 9
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Three exercises on ranks.
 
-pytest tests/lessons/test_lesson_10.py --answers exercises
+python -m lessons check 10
 """
 
 from __future__ import annotations

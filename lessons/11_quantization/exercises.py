@@ -1,6 +1,6 @@
 """Three exercises on rounding.
 
-pytest tests/lessons/test_lesson_11.py --answers exercises
+python -m lessons check 11
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Three exercises on recurrent states.
 
-pytest tests/lessons/test_lesson_12.py --answers exercises
+python -m lessons check 12
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A memory of fixed size in place of keys and values: the gated delta rule, and what serves it.
 
-    python -m lessons.12_gated_delta_nets.lesson
-    python -m lessons.12_gated_delta_nets.lesson --model Qwen/Qwen3.5-27B  # its bytes
+    python -m lessons 12 [--mine FILE]
+    python -m lessons 12 --model Qwen/Qwen3.5-27B  # its bytes
 
-1. The rule in four lines, as a memory that is written and overwritten; without the delta it blurs.
+1. The rule as a memory that is written and overwritten; without the delta it blurs.
 2. A prompt a token at a time and in chunks of 64: the same state, 64 times fewer steps.
 3. Bytes of a request by its length: a state, and keys and values.
-4. The engine with a small trained hybrid: prompts in chunks, prefixes from checkpoints.
+4. A small trained hybrid on Quire and on your engine: prompts in chunks, and from checkpoints.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lessons import mine
 from lessons.common import Loaded, check, load, parser, table
 from quire import LLM, SamplingParams
 from quire.arrays import int32
@@ -35,35 +36,26 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def step(state: Tensor, k: Tensor, v: Tensor, decay: float, strength: float) -> Tensor:
-    """Writes one token. state: [keys, values]; k: [keys], of unit length; v: [values].
-
-    First the whole state fades by `decay`. Then the value stored under the key moves towards v by
-    `strength`: a step of gradient descent on |state^T k - v|^2.
-    """
-    return decay * state + strength * torch.outer(k, v - decay * state.T @ k)
-
-
 def memory() -> None:
     """Writes pairs, then one of them anew, and reads what is there."""
     rng = torch.Generator().manual_seed(0)
     keys = torch.linalg.qr(torch.randn(16, 16, generator=rng)).Q[:8]
     old, new = torch.randn(8, 16, generator=rng), torch.randn(16, generator=rng)
-    delta = blurred = torch.zeros(16, 16)
+    delta, blurred, one = torch.zeros(1, 16, 16), torch.zeros(16, 16), torch.ones(1)
     for k, v in [*zip(keys, old, strict=True), (keys[3], new)]:
-        delta = step(delta, k, v, decay=1.0, strength=1.0)
+        delta = mine.delta_step(delta, k[None], v[None], decay=one, strength=one)
         blurred = blurred + torch.outer(k, v)  # linear attention: adds, never takes out
 
     def distance(state: Tensor, key: int, wanted: Tensor) -> float:
         return float((state.T @ keys[key] - wanted).norm() / wanted.norm())
 
-    rows = [
-        ["delta rule", distance(delta, 5, old[5]), distance(delta, 3, new)],
-        ["sum of products", distance(blurred, 5, old[5]), distance(blurred, 3, new)],
+    memories = {"delta rule": delta[0], "sum of products": blurred}
+    rows: list[list[Any]] = [
+        [name, distance(each, 5, old[5]), distance(each, 3, new)] for name, each in memories.items()
     ]
-    check(distance(delta, 3, new) < 1e-5, "the delta rule replaces what a key had")
-    check(distance(blurred, 3, new) > 0.5, "a sum of products gives the old value and the new one")
     print(table(["memory", "error of a value", "of one that was overwritten"], rows))
+    check(rows[0][2] < 1e-5, "the delta rule replaces what a key had")
+    check(rows[1][2] > 0.5, "a sum of products gives the old value and the new one\n")
 
 
 def chunks(length: int = 200) -> None:
@@ -74,16 +66,14 @@ def chunks(length: int = 200) -> None:
     decay = -torch.rand(length, 4, generator=rng) * 0.2
     strength = torch.rand(length, 4, generator=rng)
     outputs, states = chunked(q, k, v, decay, strength, torch.zeros(4, 32, 32))
-    worst = 0.0
-    for head in range(4):
-        state = torch.zeros(32, 32)
-        for t in range(length):
-            fade, share = float(decay[t, head].exp()), float(strength[t, head])
-            state = step(state, k[t, head], v[t, head], fade, share)
-            worst = max(worst, float((state.T @ q[t, head] - outputs[t, head]).abs().max()))
-        worst = max(worst, float((state - states[head]).abs().max()))
-    check(worst < 1e-4, f"both forms agree: the largest difference is {worst:.0e}")
+    state, worst = torch.zeros(4, 32, 32), 0.0
+    for t in range(length):
+        state = mine.delta_step(state, k[t], v[t], decay[t].exp(), strength[t])
+        read = torch.einsum("hkv,hk->hv", state, q[t])
+        worst = max(worst, float((read - outputs[t]).abs().max()))
+    worst = max(worst, float((state - states).abs().max()))
     print(f"Steps that wait for each other: {length}, and {-(-length // CHUNK)} of {CHUNK} tokens.")
+    check(worst < 1e-4, f"both forms agree: the largest difference is {worst:.0e}\n")
 
 
 def sizes(hybrid: Loaded) -> None:
@@ -94,9 +84,9 @@ def sizes(hybrid: Loaded) -> None:
     token = sum(group.block_bytes for group in groups if group.kind != "state")
     every = token * layers // full  # if all layers were attention
     rows = [[n, state / 1e6, token * n / 1e6, every * n / 1e6] for n in (16, 256, 4096, 65536)]
-    check((state > 0) == (full < layers), f"{layers - full} of {layers} layers have states")
-    print(f"They are as large as the KV of {state // max(1, every - token):,} tokens.")
     print(table(["tokens", "states, MB", "its KV, MB", "KV of attention alone, MB"], rows))
+    print(f"The states are as large as the KV of {state // max(1, every - token):,} tokens.")
+    check((state > 0) == (full < layers), f"{layers - full} of {layers} layers have states\n")
 
 
 def held() -> None:
@@ -109,40 +99,50 @@ def held() -> None:
         rows.append([length, *core.stats().blocks_used])
         core.abort(str(length))
     core.shutdown()
-    check([row[2] for row in rows] == [1, 1, 1], "a request holds one state, however long it is")
-    print(table(["tokens", "blocks", "states"], rows))
+    print(table(["tokens", "Quire's blocks", "states"], rows))
+    check([row[2] for row in rows] == [1, 1, 1], "a request holds one state, however long it is\n")
 
 
 def engine(length: int) -> None:
     """Runs the hybrid: cut prompts, then a prompt that begins as another one did."""
     text = (HYBRID.parents[1] / "11_quantization/story.txt").read_text("utf-8")
-    story = Loaded(resolve_model_path(None)).tokenizer.encode(text).tolist()
+    tokenizer = Loaded(resolve_model_path(None)).tokenizer
+    story = tokenizer.encode(text).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompt, longer = story[:length], [*story[: length - 5], *story[length:][:3]]
     found, rows = [], list[list[Any]]()
     alone: dict[str, Any] = {"enable_prefix_caching": False}
     for name, settings in (
-        ("whole prompts, nothing kept", alone),
-        ("chunks of 48, nothing kept", {**alone, "max_num_batched_tokens": 48}),
-        ("checkpoints kept", {}),
+        ("Quire, whole prompts", alone),
+        ("Quire, chunks of 48", {**alone, "max_num_batched_tokens": 48}),
+        ("Quire, checkpoints kept", {}),
     ):
         llm = LLM(**SETTINGS, **settings)
         outputs = [llm.generate(each, params, use_tqdm=False)[0] for each in (prompt, longer)]
         llm.shutdown()
         found.append([output.outputs[0].text for output in outputs])
         rows.append([name, len(longer), outputs[1].num_cached_tokens])
-    check(found[0] == found[1] == found[2], "the same text, however prompts are cut or resumed")
-    print(f"The story goes on: {found[0][0]!r}")
-    check(rows[2][2] > length / 2, f"{rows[2][2]} of {len(longer)} tokens came from a checkpoint")
+    model = mine.Hybrid(HYBRID)
+    core = mine.Engine(model, mine.StateCache(model, count=64), budget=48)
+    requests = [mine.Request(str(ids), list(ids), len(ids) + 24) for ids in (prompt, longer)]
+    for request in requests:
+        core.add(request)
+    core.run()
+    found.append([tokenizer.hub.decode(request.tokens[-24:]) for request in requests])
+    rows.append(["mine, chunks of 48", len(longer), 0])
     print(table(["engine", "tokens of the second prompt", "of them from the cache"], rows))
+    same = all(each == found[0] for each in found)
+    check(same, f"all write the same, however prompts are cut: {found[0][0]!r}")
+    check(rows[2][2] > length / 2, f"{rows[2][2]} of {len(longer)} tokens came from a checkpoint")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parser(__doc__ or "").parse_args(arguments)
+    loaded = load(args)
     memory()
     chunks()
     held()
-    sizes(load(args) if args.model else Loaded(HYBRID))
+    sizes(loaded if args.model else Loaded(HYBRID))
     engine(200)
 
 

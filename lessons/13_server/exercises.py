@@ -1,6 +1,6 @@
 """Three exercises on serving.
 
-pytest tests/lessons/test_lesson_13.py --answers exercises
+python -m lessons check 13
 """
 
 from __future__ import annotations

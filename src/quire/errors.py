@@ -87,6 +87,18 @@ class CompilerBusyError(QuireError):
     """Other grammars are being compiled: the request may be sent again later."""
 
 
+class WeightsError(QuireError):
+    """An update of the weights has failed while it wrote. The engine serves nothing until an update
+    with all of its tensors succeeds."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(
+            message
+            or "An update of the weights has failed, so they are incomplete; nothing is served "
+            "until another update succeeds."
+        )
+
+
 class BrokenLogitsError(QuireError):
     """A completion ended because a logit was not a number.
 

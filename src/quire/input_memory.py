@@ -125,7 +125,7 @@ class InputMemory:
             start += _aligned(size)
         self.flags, self.verdicts, self.turns, self.newest, self.times = views[:5]
         self.results, self.claim_ids, self.claim_starts, self._lines = views[5:]
-        self._newest = memoryview(self.newest)
+        self._flags, self._newest = memoryview(self.flags), memoryview(self.newest)
         self._changed = threading.Condition()
         self.file: tuple[int, int] | None = None
         self.on_arrival: Callable[[], None] = lambda: None
@@ -153,15 +153,14 @@ class InputMemory:
         if source != target:
             self._lines[target] = self._lines[source]
 
-    def put(self, step_id: int, lanes: Int32) -> None:
-        """Says that the inputs of these lanes' rows in a step are in their lines.
+    def put(self, step_id: int, lane: int) -> None:
+        """Says that the inputs of a lane's row in a step are in its lines.
 
-        Rows of a step may come in several calls, before or after the step is submitted. A flag
-        never decreases.
+        The rows of a step may come before or after the step is submitted. A flag never decreases.
         """
         # The lock orders the writes of lines before those of flags, which not all machines do.
         with self._changed:
-            self.flags[lanes] = np.maximum(self.flags[lanes], step_id + 1)
+            self._flags[lane] = max(self._flags[lane], step_id + 1)
             self._changed.notify_all()
 
     def has(self, step_id: int, lanes: Int32, *, wait: bool) -> bool:

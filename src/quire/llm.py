@@ -6,17 +6,23 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire.arrays import Int32
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from quire.engine.loop.embedding import embed_all
-from quire.engine.loop.features import keyword_options, open_prompt_reader
-from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
+from quire.engine.loop.features import keyword_options, method_of_feature, open_prompt_reader
+from quire.engine.loop.output import (
+    CompletionReader,
+    CompletionUpdate,
+    PromptLogprobCollector,
+    cut_runs,
+)
 from quire.engine.loop.prompts import (
     Prompt,
     as_list,
@@ -204,6 +210,56 @@ class LLM:
                 self._core, self._tokenizer, named, pooling_params, let_interrupt, done
             )
 
+    def update_weights(
+        self,
+        source: str | Path | Iterable[tuple[str, Any]],
+        *,
+        mode: Literal["wait", "keep", "abort", "retract"] = "wait",
+        label: str = "",
+        id: str = "",
+    ) -> int:
+        """Writes new weights in place. Process, captured programs and KV stay.
+
+        Args:
+            source: pairs of a tensor's name in the checkpoint and the tensor, or a folder of
+                safetensors files. Tensors that it lacks do not change.
+            mode: what happens to requests that run:
+                wait: they end first, with the weights that they began with.
+                keep: they go on with their KV.
+                abort: they end.
+                retract: they go on, and compute their KV again.
+            label: the caller's name for the new version.
+            id: 32 hexadecimal digits that name the update for other engines; "" for random ones.
+
+        Returns:
+            the number of the new version.
+
+        Raises:
+            ModelError: a name, shape or dtype is wrong. Nothing has changed.
+            WeightsError: writing has failed. Requests fail until another update succeeds.
+        """
+        run = method_of_feature("update_weights")
+        version: int = run(self._core, source, mode=mode, label=label, id=id)
+        return version
+
+    def sleep(
+        self, level: int = 1, *, tags: Sequence[Literal["weights", "kv"]] = ("weights", "kv")
+    ) -> None:
+        """Gives memory up until `wake_up`. Addresses and captured programs stay.
+
+        Args:
+            level: 1 copies weights to host memory. 2 drops them, and `wake_up` reads them again.
+            tags: what to give up.
+
+        Raises:
+            RequestError: the engine was made without enable_sleep_mode.
+        """
+        method_of_feature("sleep")(self._core, level, tuple(tags))
+
+    def wake_up(self, tags: Sequence[Literal["weights", "kv"]] = ()) -> None:
+        """Takes memory again. tags: what to take, by default all that was given up."""
+        method_of_feature("wake_up")(self._core, tuple(tags))
+
     @functools.cached_property
     def _prompt_reader(self) -> PromptReader | None:
         return open_prompt_reader(self.config)
@@ -290,9 +346,9 @@ class LLM:
         while left:
             let_interrupt()
             progress = self._core.step()
-            for request, _ in self._core.take_failures():
+            for request, error in self._core.take_failures():
                 job = owners[request.request_id]
-                if self._close(job, request):
+                if self._close(job, request, "abort" if error is None else "error"):
                     left -= 1
                     advance()
             if progress is None:
@@ -322,7 +378,10 @@ class LLM:
         logprobs = () if item.logprobs is None else (item.logprobs,)
         if not len(tokens) and reason is None:
             return False
-        update = reader.feed(tokens.tolist(), logprobs, reason, item.stop_token)
+        versions = [(item.version, len(tokens))]
+        if not job.followed:
+            versions = request.runs_until(item.version)
+        update = reader.feed(tokens.tolist(), logprobs, reason, item.stop_token, versions)
         _add(job.output.outputs[request.sample_index], update)
         job.output.num_cached_tokens = job.requests[0].num_cached_tokens
         job.output.metrics = job.requests[0].times
@@ -335,13 +394,16 @@ class LLM:
             job.output.prompt_logprobs = job.about_prompt.entries
         return True
 
-    def _close(self, job: _Job, request: Request) -> bool:
-        """Ends a completion that failed, with its tokens so far. Returns whether the job ended."""
+    def _close(self, job: _Job, request: Request, reason: str) -> bool:
+        """Ends a completion that failed or was aborted, with its tokens so far. Returns whether
+        the job ended."""
         reader = job.readers[request.sample_index]
         if reader.finished:
             return False
         tokens = () if job.followed else request.output.tolist()
-        _add(job.output.outputs[request.sample_index], reader.feed(tokens, (), "error"))
+        versions = () if job.followed else request.runs_until(self._core.scheduler.version)
+        update = reader.feed(tokens, (), reason, versions=versions)
+        _add(job.output.outputs[request.sample_index], update)
         job.open -= 1
         job.output.finished = not job.open
         return job.output.finished
@@ -366,6 +428,8 @@ def _add(output: CompletionOutput, update: CompletionUpdate) -> None:
         if output.logprobs is None:
             output.logprobs = []
         output.logprobs += update.logprobs
+    runs = [*output.weight_versions, *update.versions]
+    output.weight_versions = cut_runs(runs, len(output.token_ids))
     output.finish_reason = update.finish_reason
     output.stop_reason = update.stop_reason
 

@@ -24,12 +24,18 @@ class Logprob(msgspec.Struct, gc=False):
     decoded_token: str | None = None
 
 
+VersionRun = tuple[int, int]
+"""A version of the weights, and the number of a completion's next tokens that it gave."""
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One of a request's `n` completions.
 
     Attributes:
         index: its number among them.
+        weight_versions: the versions of the weights that gave its tokens, in order. Version 0 are
+            the weights that the engine began with.
         finish_reason: None until it ends. "error": a logit was not a number, or a grammar failed.
         stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence
             token.
@@ -41,6 +47,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[VersionRun] = field(default_factory=list)
 
 
 @dataclass(slots=True)

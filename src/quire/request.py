@@ -103,6 +103,11 @@ class Request:
         adapter: name of its LoRA adapter, or "".
         prompt: int32 [prompt_len], the prompt as the model reads it, or None if `tokens` has it.
         lora_id: stands for the adapter's contents; 0 without one. Set before the request is queued.
+        weights: id of the weights at its start, or "" for those that the engine began with. While
+            it waits, the id of the present weights.
+        mixed: whether its KV was computed with several weights. No other request may use such KV.
+        version_runs: pairs (version, tokens): how many of its tokens came from each version of the
+            weights, without those of the present version while it runs.
         pooling: how its prompt becomes one vector in place of tokens, or None.
         times: times of its events, recorded by the engine.
         lane_epoch: `Admit.lane_epoch` of its lane, while it has one.
@@ -121,6 +126,7 @@ class Request:
         "leader",
         "lora_id",
         "max_total",
+        "mixed",
         "num_cached_tokens",
         "num_preemptions",
         "order",
@@ -138,6 +144,8 @@ class Request:
         "tenant",
         "times",
         "tokens",
+        "version_runs",
+        "weights",
     )
 
     def __init__(
@@ -174,6 +182,9 @@ class Request:
         self.leader = leader
         self.adapter = adapter
         self.lora_id = 0
+        self.weights = ""
+        self.mixed = False
+        self.version_runs: list[tuple[int, int]] = []
         self.cache_salt = cache_salt
         self.pooling: Pooling | None = pooling
         self.times = RequestTimes(arrival)
@@ -223,9 +234,20 @@ class Request:
         self._counts[2] = value
 
     @property
-    def namespace(self) -> tuple[int, str]:
+    def namespace(self) -> tuple[int, str] | tuple[int, str, str]:
         """Requests share KV of equal tokens only if their namespaces are equal."""
+        if self.weights:
+            return self.lora_id, self.cache_salt, self.weights
         return self.lora_id, self.cache_salt
+
+    def end_version(self, version: int) -> None:
+        """Records that the tokens since the last call came from a version of the weights."""
+        self.version_runs = [run for run in self.runs_until(version) if run[1]]
+
+    def runs_until(self, version: int) -> list[tuple[int, int]]:
+        """Returns pairs (version, tokens) for all of its tokens, the last of `version`."""
+        count = self.num_output_tokens - sum(tokens for _, tokens in self.version_runs)
+        return [*self.version_runs, (version, count)]
 
     def as_read(self, tokens: Int32) -> Int32:
         """Returns the request's first tokens as the model reads them.

@@ -32,8 +32,10 @@ PYTHON = [
     if language == "python" and not any(part in text for part in NOT_RUN)
 ]
 """(page, block), in the order of the pages. The blocks of a page share their variables."""
+TRAIN = ("train_lora", "rl")
+"""Examples that train, and take long."""
 EXAMPLES = [
-    pytest.param(file, id=file.stem, marks=[pytest.mark.slow] if "train" in file.stem else [])
+    pytest.param(file, id=file.stem, marks=[pytest.mark.slow] if file.stem in TRAIN else [])
     for file in sorted((ROOT / "examples").glob("*.py"))
 ]
 
@@ -55,8 +57,9 @@ def test_examples(
     file: Path, doc_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    argument = tmp_path / "lora" if file.stem == "train_lora" else f"{doc_server.url}/v1"
-    monkeypatch.setattr(sys, "argv", [file.name, str(argument)])
+    arguments = {"train_lora": str(tmp_path / "lora"), "rl": "2"}
+    argument = arguments.get(file.stem, f"{doc_server.url}/v1")
+    monkeypatch.setattr(sys, "argv", [file.name, argument])
     runpy.run_path(str(file), run_name="__main__")
     assert capsys.readouterr().out
 

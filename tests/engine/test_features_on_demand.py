@@ -164,6 +164,6 @@ def test_every_call_gives_the_same_in_any_order() -> None:
 def test_a_server_has_its_features_from_the_start() -> None:
     core = build_core(resolve(EngineArgs(**SETTINGS)))
     names = {type(feature).__name__ for feature in core._loop_features}
-    assert names == {"PoolingFeature", "GrammarFeature", "SamplersFeature"}
+    assert names == {"PoolingFeature", "GrammarFeature", "SamplersFeature", "WeightUpdates"}
     assert core._requested == []
     core.shutdown()

@@ -39,11 +39,11 @@ def run(**settings: Any) -> tuple[list[tuple[Any, ...]], int]:
 
 @pytest.fixture
 def slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes some batches of masks take longer than a step."""
+    """Makes some masks take longer than a step."""
     build, draw = MaskBuilder.build, random.Random(0)
 
     def slow(self: MaskBuilder, rows: Any, masks: Any, vocab: int) -> None:
-        if draw.random() < 0.3:
+        if draw.random() < 0.03:
             time.sleep(draw.choice([1e-3, 3e-3, 8e-3]))
         build(self, rows, masks, vocab)
 
@@ -70,6 +70,18 @@ def test_the_bits_of_rows_that_wait(slow_masks: None, settings: dict[str, Any]) 
     found, late = run(**settings)
     assert found == expected
     assert late > 20
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"steps_in_flight": 3}, {"num_kv_blocks": 80}, DRAFT,
+     pytest.param({"tensor_parallel_size": 2}, marks=TWO)],
+    ids=str,
+)  # fmt: skip
+def test_processes_that_build_masks_change_no_bits(settings: dict[str, Any]) -> None:
+    expected, _ = run(**{**settings, **FOREVER})
+    for count in (1, 3):
+        assert run(**settings, structured_outputs_processes=count)[0] == expected
 
 
 def test_plain_rows_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

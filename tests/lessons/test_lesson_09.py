@@ -15,7 +15,7 @@ def test_the_lesson_prints_its_claims(
     lesson: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lesson.main([])
-    assert "| the model, a schema " in capsys.readouterr().out
+    assert "| Quire, a schema " in capsys.readouterr().out
 
 
 def test_matches(answers: ModuleType) -> None:

@@ -12,7 +12,7 @@ def test_the_lesson_prints_its_claims(
     lesson: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lesson.main([])
-    assert "| checkpoints kept " in capsys.readouterr().out
+    assert "| Quire, checkpoints kept " in capsys.readouterr().out
 
 
 def test_short_convolution(answers: ModuleType) -> None:

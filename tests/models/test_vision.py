@@ -139,6 +139,9 @@ class SeeingHarness(Harness):
         if values:
             parts = values[0].shape[0] // self.model.spec.hidden_size
             batch.given = GivenRows(where, torch.stack(values), parts)
+        if rows[0][0].computed % 2:
+            # Some steps have embeddings of the vocabulary already.
+            batch.embedded = self.model.embedding(batch.input_ids)
         return batch
 
 

@@ -16,7 +16,7 @@ from quire.ops.triton.attention.attention import (
     attention_schedule,
     paged_attention,
 )
-from quire.ops.triton.attention.schedule import schedule, schedule_long
+from quire.ops.triton.attention.schedule import Cuts, schedule, schedule_long
 from quire.ops.triton.launch import INTERPRETED
 from tests.slow import slow
 
@@ -166,11 +166,9 @@ def test_one_long_row_among_many_is_cut(kernel_device: str, rows: int) -> None:
     for long, least in ((1000, 1), (8192, 4)):
         lengths = [1000] * (rows - 1) + [long]
         query_start = torch.arange(rows + 1).int().to(kernel_device)
-        made = schedule(
-            query_start, torch.tensor(lengths).int().to(kernel_device), kv_heads=kv_heads,
-            programs=programs, longest=1, tiles=Tiles(16, 64, 4, 3), min_tiles=1, most_parts=32,
-            window=None, pdl=False,
-        )  # fmt: skip
+        cuts = Cuts(1, Tiles(16, 64, 4, 3), programs // kv_heads, 1, 32, None)
+        seq_lens = torch.tensor(lengths).int().to(kernel_device)
+        made = schedule(query_start, seq_lens, cuts, pdl=False)
         *others, last = made.rows[1].tolist()
         assert set(others) == {1}
         assert last == 1 if long == 1000 else last >= least
@@ -209,11 +207,8 @@ def test_schedule_covers_each_short_row_once(
     rows = [(1, 77), (0, 0), (40, 40), (1, 1), (2, 300), (1, 16), (0, 0), *[(1, 50)] * 300]
     query_start = torch.tensor([0, *(q for q, _ in rows)]).cumsum(0).int().to(kernel_device)
     seq_lens = torch.tensor([n for _, n in rows]).int().to(kernel_device)
-    made = schedule(
-        query_start, seq_lens, kv_heads=2, programs=programs, longest=8,
-        tiles=Tiles(16, 16, 2, 2), min_tiles=1,
-        most_parts=4, window=window, pdl=False,
-    )  # fmt: skip
+    cuts = Cuts(8, Tiles(16, 16, 2, 2), programs // 2, 1, 4, window)
+    made = schedule(query_start, seq_lens, cuts, pdl=False)
     items = made.items.tolist()
     used = [item for item in items if item[0] >= 0]
     assert [item[0] for item in items[len(used) :]] == [-1] * (len(items) - len(used))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from quire.arrays import int32
 from quire.input_memory import InputShape
 from quire.ops.reference.mask import mask_logits as reference
 from quire.ops.reference.mask import wait_for_inputs as wait_twin
@@ -107,6 +106,11 @@ def waiting(device: str, rank: int = 0, world: int = 1) -> SimpleNamespace:
     )
 
 
+def put(host: HostInputs, step_id: int, lanes: list[int]) -> None:
+    for lane in lanes:
+        host.put(step_id, lane)
+
+
 def wait(side: Any, case: SimpleNamespace, step_id: int, patience_us: float = 3.0) -> None:
     gate = torch.tensor(case.host.gate(step_id), dtype=torch.int32, device=case.held.device)
     side(
@@ -124,8 +128,8 @@ STEPS = [0, 7, 2**31 - 1, 2**31, 2**32 + 5, 2**40 - 1]
 def test_inputs_that_are_there(kernel_device: str, side: Any, step_id: int) -> None:
     """Also those of a later step; lanes without a logit row need none."""
     case, expected = waiting(kernel_device), waiting(kernel_device)
-    case.host.put(step_id, int32([2, 7]))
-    case.host.put(step_id + 1, int32([0]))
+    put(case.host, step_id, [2, 7])
+    put(case.host, step_id + 1, [0])
     wait(side, case, step_id)
     assert torch.equal(case.position, expected.position)
     assert torch.equal(case.held, expected.held)
@@ -141,9 +145,9 @@ def test_rows_that_are_late_sit_out(
     """Late rows leave the hidden state of their first logit row, and no logit row."""
     case = waiting(kernel_device)
     for lane in {2, 0, 7} - set(late):
-        case.host.put(step_id, int32([lane]))
+        put(case.host, step_id, [lane])
     if step_id:
-        case.host.put(step_id - 1, int32(late))
+        put(case.host, step_id - 1, late)
     wait(side, case, step_id)
     firsts = {2: 1, 0: 4, 7: 5}
     for lane in range(LANES):
@@ -167,9 +171,9 @@ def test_other_ranks_do_as_the_first_says(kernel_device: str, side: Any) -> None
     for step_id, there in ((8, [0, 2, 7]), (9, [7]), (10, [0, 7]), (11, [0, 2, 7])):
         for case in cases:
             case.logit_rows.lanes[1:4], case.logit_rows.lanes[4] = 2, 0
-        cases[0].host.put(step_id, int32(there))
+        put(cases[0].host, step_id, there)
         wait(side, cases[0], step_id)
-        cases[0].host.put(step_id, int32([0, 2, 7]))
+        put(cases[0].host, step_id, [0, 2, 7])
         wait(side, cases[1], step_id)
         for name in ("position", "held", "last"):
             assert torch.equal(*(getattr(case, name) for case in cases))
@@ -205,11 +209,11 @@ def test_how_long_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for there, looks in (([2], 3), ([0, 2], 2)):
         gated = waiting("cpu")
         gated.rows.lanes[0] = -1
-        gated.host.put(4, int32(there))
+        put(gated.host, 4, there)
         assert looks_of(monkeypatch, gated, 4, patience_us=1.0) == 1 + looks
     assert looks_of(monkeypatch, waiting("cpu"), 4, patience_us=0.0) == 1 + 1
     there = waiting("cpu")
-    there.host.put(4, int32([0, 2, 7]))
+    put(there.host, 4, [0, 2, 7])
     assert looks_of(monkeypatch, there, 4) == 1
     alone = waiting("cpu")
     alone.rows.lanes[0] = -1

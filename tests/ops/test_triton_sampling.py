@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import LogitRows, reference
+from quire.ops import LogitRows, StepRows, reference
 from quire.ops.reference import random, truncate
+from quire.ops.triton.step import step
 from quire.ops.triton.step.sampling import sample, token_logprobs
 from quire.runner.hooks.logprobs import WIDTH
 from quire.sampling_params import MAX_LOGPROBS
@@ -75,6 +76,37 @@ class Lanes:
         cut = truncate.top_k_top_p(cut, ints[:, 0], floats[:, 1])
         noise = random.gumbel(ints[:, 1:3], ints[:, 3], self.position, logits.shape[1])
         return torch.where(greedy, x, cut + noise)
+
+
+@pytest.mark.parametrize("side", [reference, step], ids=["twin", "kernel"])
+def test_sample_and_finish_is_both_in_one(kernel_device: str, side: Any) -> None:
+    """The last row's logits are not numbers, and the row before it has no logit row."""
+    lanes = Lanes(ROWS[:3] * 2, kernel_device)
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5)).to(kernel_device)
+    logits[5, 7] = torch.nan
+    ids, start = lanes.lanes.int(), torch.arange(7).int().to(kernel_device)
+    rows = StepRows(ids, start, start, torch.zeros_like(ids))
+    places = LogitRows(ids.clone(), start[:6], lanes.position, torch.zeros_like(ids))
+    places.lanes[4] = -1
+    zeros = torch.zeros(10, dtype=torch.int32, device=kernel_device)
+    sampling = {
+        "temperature": lanes.floats[:, 0], "top_p": lanes.floats[:, 1], "min_p": lanes.floats[:, 2],
+        "top_k": lanes.ints[:, 0], "seed": lanes.ints[:, 1:3], "sample_index": lanes.ints[:, 3],
+    }  # fmt: skip
+
+    def columns() -> dict[str, Tensor]:
+        return {
+            "position": zeros.clone(), "tokens": zeros.repeat(600, 1).T.contiguous(),
+            "max_total": zeros + 600, "min_total": zeros, "num_stops": zeros,
+            "stops": zeros.view(10, 1),
+        }  # fmt: skip
+
+    one, two = (torch.zeros(6, 3, dtype=torch.int32, device=kernel_device) for _ in range(2))
+    side.sample_and_finish(logits, rows, places, one, sampling=sampling, **columns())
+    drawn = sample(logits, places.lanes, places.lengths, **sampling, truncate_rows=False)
+    step.finish_rows(rows, places, drawn, two, **columns())
+    assert torch.equal(one, two)
+    assert one[:, 0].tolist() == [1, 1, 1, 1, 0, 0]
 
 
 def check(tokens: Tensor, scores: Tensor) -> None:

@@ -8,11 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import Drafts, Expanded, LogitRows, StepRows, reference
+from quire.ops import (
+    AttentionHeads,
+    Drafts,
+    Expanded,
+    KVFormat,
+    LogitRows,
+    ResultRing,
+    RmsScale,
+    StepRows,
+    reference,
+)
 from quire.ops.reference import pool
 from quire.ops.reference.step import ENDED, LATE
 from quire.ops.rows import HELD
-from quire.ops.triton.step import step
+from quire.ops.triton.attention.attention import attention_schedule
+from quire.ops.triton.step import decodes, step
 
 PROMPT = 1
 SIDES = [pytest.param(reference, id="twin"), pytest.param(step, id="kernel")]
@@ -123,6 +134,52 @@ def test_held_lanes(kernel_device: str, side: Any, drafted: bool) -> None:
         assert results[2].tolist() == [1, 0, 70 + start[2], -1, -1]
         assert results[3].tolist() == [0, 0, -1, -1, -1]
         assert position.tolist() == [-11, -7 if again else 6, 13, -1]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_decodes_are_expanded_like_any_rows(kernel_device: str, window: int | None) -> None:
+    """Lanes: a held one that resumes, one that has ended, a prompt's token without logits, padding
+    at the end, and two that generate."""
+    make = torch.Generator().manual_seed(4)
+    lanes = [3, 5, 0, 2, 1, -1, -1]
+    rows = step_rows(
+        lanes, [1] * 5 + [0] * 2, [1, 1, 1, 0, 1, 0, 0], [0, HELD, 0, PROMPT, 0, 0, 0], "cpu"
+    )
+    rows = StepRows(*(part.to(kernel_device) for part in rows))
+    position = ints([-1, 1200, 17, 95, 0, -2 - 33], kernel_device)
+    tokens = torch.randint(0, 50, (6, 2000), generator=make).int().to(kernel_device)
+    tokens[2, 17] = 1 << 30  # An image's token is not in the vocabulary.
+    table = torch.randint(0, 99, (6, 500), generator=make).int().to(kernel_device)
+    weight = torch.randn(50, 70, generator=make).to(kernel_device)
+    heads = AttentionHeads(4, 2, 64, torch.float32, KVFormat(torch.float32), window)
+    wanted_logits, found_logits = (logit_rows(1100, kernel_device) for _ in range(2))
+    wanted = step.expand_rows(
+        rows, position, tokens, [(table, 4)], wanted_logits, num_tokens=7, max_seq_len=2000
+    )
+    found, embedded, made = decodes.expand_decodes(
+        rows, position, tokens, (table, 4), found_logits, weight, max_seq_len=2000, attention=heads
+    )
+    for name in ("ids", "positions", "seq_lens"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    assert torch.equal(found.groups[0].slots, wanted.groups[0].slots)
+    for row, length in enumerate(found.seq_lens.tolist()):
+        used = -(-length // 4)
+        tables = (each.groups[0].block_table[row, :used] for each in (found, wanted))
+        assert torch.equal(*tables)
+    assert torch.equal(embedded, reference.embedding(wanted.ids, weight))
+    assert torch.equal(found_logits.lanes, wanted_logits.lanes)
+    real = (wanted_logits.lanes >= 0).nonzero().flatten()
+    for mine, theirs in zip(found_logits, wanted_logits, strict=True):
+        assert torch.equal(mine[real], theirs[real])
+    other = attention_schedule(
+        rows.query_start, wanted.seq_lens, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32,
+        kv_format=heads.kv_format, tokens=7, max_q_len=1, window=window,
+    )  # fmt: skip
+    assert made.items.shape == other.items.shape
+    used_items = other.items[:, 0] >= 0
+    assert torch.equal(made.items[:, 0], other.items[:, 0])
+    assert torch.equal(made.items[used_items, :7], other.items[used_items, :7])
+    assert torch.equal(made.rows, other.rows)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -248,6 +305,32 @@ def test_collect_rows(kernel_device: str, side: Any, dtype: torch.dtype) -> None
     assert position.tolist() == [13, 20, 30, 41]
 
 
+@pytest.mark.parametrize("side", SIDES)
+def test_collect_rows_with_a_norm_and_a_ring(kernel_device: str, side: Any) -> None:
+    """The norm is applied to the step's hidden states, not to those of held lanes."""
+    make = torch.Generator().manual_seed(3)
+    hidden, held = (torch.randn(n, 70, generator=make).to(kernel_device) for n in (3, 4))
+    norm = RmsScale(torch.randn(70, generator=make).to(kernel_device), 1e-5)
+    rows = step_rows([2, 0, 3], [1, 1, 1], [1, 1, 1], [0, HELD, 0], kernel_device)
+    asked = LogitRows(*(ints(x, kernel_device) for x in ([2, 0, 3], [0, -1, 2], *[[0] * 3] * 2)))
+    position = ints([10, 20, 30, 40], kernel_device)
+    kept, last = (torch.zeros(3, 70, device=kernel_device) for _ in range(2))
+    ring = ResultRing(torch.zeros(3, 4, 3).int(), ints([2], kernel_device))
+    side.collect_rows(hidden, rows, asked, position, last, kept, held, ring, norm)
+    wanted = reference.rms_norm(hidden, *norm)
+    torch.testing.assert_close(kept, wanted)
+    torch.testing.assert_close(last[[0, 2]], wanted[[0, 2]])
+    assert torch.equal(last[1], held[0])
+    assert ring.turn.tolist() == [0]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_results_are_written_to_the_ring(kernel_device: str, side: Any) -> None:
+    out = finish(side, kernel_device, [{"lane": 1, "first": 4, "sampled": [8]}], width=3)
+    assert out["ring"][1, 0].tolist() == out["results"][0].tolist()
+    assert not out["ring"][0].any()
+
+
 STOPS = [[5, 6, 9], [5, 5, 5], [5, 5, 5], [5, 6, 7], [5, 6, 9], [0, 0, 0]]
 """Stop tokens. The lanes have 2, 1, 0, 3, 2, 0 of them; the other entries are ignored."""
 
@@ -281,6 +364,7 @@ def finish(
         "tokens": tokens.to(device),
         "counts": torch.zeros(6, 40, dtype=torch.int32, device=device),
         "results": torch.full((8, width), 99, dtype=torch.int32, device=device),
+        "ring": torch.zeros(2, 8, width, dtype=torch.int32, pin_memory=device == "cuda"),
     }
     side.finish_rows(
         rows,
@@ -294,6 +378,7 @@ def finish(
         num_stops=ints([2, 1, 0, 3, 2, 0], device),
         stops=ints(STOPS, device),
         counts=out["counts"],
+        ring=ResultRing(out["ring"], ints([1], device)),
     )
     return out
 

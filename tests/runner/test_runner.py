@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.arrays import int32
+from quire.arrays import Int32, int32
 from quire.errors import QuireError
 from quire.executor import WorkerCall
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
 from quire.plan import KVGroup, RowFlag, StepPlan
-from quire.runner.hooks import HeadContext, HostHook, ProgramHook
+from quire.runner.hooks import HeadContext, HostHook, Level, ProgramHook
 from quire.runner.kv_cache import KVCache
-from quire.runner.readback import Step
+from quire.runner.program import BodyShape, HeadShape, StepProgram, StepShape
+from quire.runner.readback import PinnedRing, Step
 from quire.runner.state import ColumnSpec, Limits
 from quire.sampling_params import SamplingParams
 from tests.slow import WHOLE
@@ -231,6 +232,64 @@ def test_prompt_logprobs_do_not_depend_on_chunks(tmp_path: Path) -> None:
         assert all(part.ids.shape == (1, 3) and part.ranks[0] == 1 for part in sampled)
     assert (found[0][0] == found[1][0]).all()
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)
+
+
+def test_steps_without_news_upload_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row: its prompt, its first decode, and every eighth token's block are news."""
+    folder = model_folder(tmp_path / "model", TINY)
+    sizes = list[int]()
+    copy = PinnedRing.copy
+
+    def count(ring: PinnedRing, parts: Sequence[Int32]) -> Tensor:
+        copied = copy(ring, parts)
+        sizes.append(len(copied))
+        return copied
+
+    monkeypatch.setattr(PinnedRing, "copy", count)
+    engine = TinyEngine(folder)
+    params = SamplingParams(temperature=0.0, max_tokens=33, ignore_eos=True)
+    engine.run([Job([6, 7, 8], params)])
+    assert len(engine.progress) == 33
+    assert len(sizes) == 2 + 4
+    inputs = len(engine.runner.state.inputs)
+    assert sum(size >= inputs for size in sizes) == 2
+
+
+class Programs:
+    """Programs that run op by op under the names of captured ones."""
+
+    def __init__(self, program: StepProgram) -> None:
+        self._program = program
+        self.seen = list[Any]()
+
+    def body(self, step: BodyShape) -> BodyShape:
+        return step
+
+    def head(self, logit_rows: int, level: Level) -> HeadShape:
+        return HeadShape(logit_rows, level)
+
+    def step(self, body: BodyShape, head: HeadShape) -> StepShape | None:
+        return StepShape(body, head) if body.longest == 1 and head.level == Level.PLAIN else None
+
+    def replay(self, key: Any) -> None:
+        self.seen.append(key)
+        if not isinstance(key, HeadShape):
+            self._program.body(key.body if isinstance(key, StepShape) else key)
+        if not isinstance(key, BodyShape):
+            self._program.head(key.head if isinstance(key, StepShape) else key)
+
+
+def test_body_and_head_of_a_decode_are_one_program(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", TINY)
+    jobs = [Job([6, 7, 8], GREEDY), Job([9, 10], GREEDY)]
+    alone = TinyEngine(folder).run(jobs)
+    engine = TinyEngine(folder)
+    running = engine.runner.running
+    running.graphs = programs = Programs(running.program)
+    assert engine.run(jobs) == alone
+    kinds = [type(key) for key in programs.seen]
+    assert kinds[:2] == [BodyShape, HeadShape]
+    assert set(kinds[2:]) == {StepShape}
 
 
 def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:

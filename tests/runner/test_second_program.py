@@ -93,7 +93,7 @@ def test_two_models_follow_one_text() -> None:
     for step in range(STEPS):
         lengths = [len(prompt) for prompt in PROMPTS] if step == 0 else [1, 1]
         packed = state.idle_inputs()
-        lanes, query_start, logit_start, flags, _, _ = state.split_inputs(packed)
+        lanes, query_start, logit_start, flags, _, _, _ = state.split_inputs(packed)
         lanes[:], flags[:] = (0, 1), PROMPT if step == 0 else 0
         query_start[:] = 0, lengths[0], sum(lengths)
         logit_start[:] = 0, 1, 2

@@ -25,6 +25,7 @@ from quire.features.images.stats import ImageStats
 from quire.features.kv_offload.stats import TierStats
 from quire.features.speculation.stats import SourceStats, SpeculationStats
 from quire.features.structured_output.stats import GrammarStats
+from quire.features.weight_updates.stats import UpdateStats
 from quire.server.errors import ApiError
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
@@ -88,6 +89,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
         ranks=[RankStats(1, 0.5, 2, 3)],
         experts=ExpertStats(5.0, 4.0, 1),
+        weight_updates=UpdateStats(),
         histograms=Telemetry().histograms,
     )
     EngineMetrics(metrics, "a-model").update(stats, replicas=[True])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-Namespace = tuple[int, str]
-"""(LoRA id, the user's cache salt): equal for requests that may share KV."""
+Namespace = tuple[int, str] | tuple[int, str, str]
+"""(LoRA id, the user's cache salt): equal for requests that may share KV. Once the engine's weights
+were updated, the id of the update follows."""
 
 HASH_BYTES = 16
 

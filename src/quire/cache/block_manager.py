@@ -286,6 +286,15 @@ class BlockManager:
         if self.caching:
             self.lanes.insert(lanes, tokens, lengths, ahead)
 
+    def close(self, lanes: Int32) -> None:
+        """Keeps further blocks of these lanes out of the tree, because later steps compute them
+        with other weights. The caller releases such a lane without tokens.
+
+        Args:
+            lanes: int32 [n].
+        """
+        self.lanes.close(lanes)
+
     def compute(self, lane: int, tokens: Int32, start: int, end: int, known: int) -> None:
         """Records that the next plan computes positions `start` to `end` of a lane.
 

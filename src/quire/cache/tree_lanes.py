@@ -46,6 +46,10 @@ class TreeLanes:
         self._last[lane] = self._tree.enter(namespace, node, whole)
         self.inserted[lane] = whole * self._size
 
+    def close(self, lanes: Int32) -> None:
+        """Inserts no more blocks of these lanes. The caller releases them without tokens."""
+        self.inserted[lanes] = _DIVERGED
+
     def clear(self, lane: int) -> Node | None:
         """Empties the lane. Returns its last node, which the caller must still `leave`."""
         last, self._last[lane] = self._last[lane], None

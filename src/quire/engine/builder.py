@@ -15,6 +15,7 @@ from quire.engine.loop.features import (
     features_at_start,
     hooks_of,
     open_loop,
+    takes_call,
 )
 from quire.engine.ranks.deterministic import check_deterministic
 from quire.engine.ranks.ranks import check_ranks, defaults_of_stages
@@ -152,7 +153,11 @@ def build_core(
         loop_features=loop_features,
         order=order,
         requested=[
-            RequestedFeature(feature.requested, functools.partial(open_requested, feature))
+            RequestedFeature(
+                feature.requested,
+                functools.partial(open_requested, feature),
+                functools.partial(takes_call, feature),
+            )
             for feature in all_features()
             if feature.requested is not None and feature not in features
         ],

@@ -102,6 +102,14 @@ class NewsType(Generic[Value]):
     default: Value
 
 
+UNREADY: NewsType[tuple[str, str]] = NewsType("engine.unready", tuple[str, str], ("", ""))
+"""Why the engine takes no requests for now: an error code, and a sentence. Empty if it does."""
+
+
+WEIGHTS: NewsType[str] = NewsType("engine.weights", str, "")
+"""The id of the last update of the weights, "" before the first; a part of KV's namespace."""
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
     """The answer of a call that starts work.

@@ -14,7 +14,8 @@ from quire.request import Request, RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
 
-Failure = tuple[Request, QuireError]
+Failure = tuple[Request, QuireError | None]
+"""A request that has failed, with its error. None: it was aborted, and keeps its tokens."""
 
 
 class EngineInterface(Protocol):
@@ -111,12 +112,14 @@ class LoopFeature:
 
 @dataclass(frozen=True, slots=True)
 class RequestedFeature:
-    """A feature that the first request to ask for it turns on.
+    """A feature that the first request or call that needs it turns on.
 
     Attributes:
         requested: whether a request asks for it.
         open: makes the feature.
+        takes: whether it takes a call.
     """
 
     requested: Callable[[SamplingParams, RequestOptions], bool]
     open: Callable[[], LoopFeature]
+    takes: Callable[[CallType[Any, Any]], bool] = lambda call: False

@@ -54,6 +54,7 @@ class FeatureSpec:
         prompts: makes a `PromptReader` from an `EngineConfig`, in processes where prompts arrive.
         keywords: functions by keyword of `LLM.generate`. Arguments: the loop, the keyword's value,
             the number of prompts. They return a `RequestOptions` for each prompt.
+        methods: functions by method of `LLM`. Arguments: the loop, then the method's own.
         models: makes `NamedModels` from the engine's client, in each API process.
 
         calls: its tuple of `CallType`s.
@@ -89,6 +90,7 @@ class FeatureSpec:
     live_rows: str = ""
     metrics: str = ""
     keywords: Mapping[str, str] = field(default_factory=dict)
+    methods: Mapping[str, str] = field(default_factory=dict)
     models: str = ""
     routes: str = ""
     origin: str = ""

@@ -107,6 +107,12 @@ class KVLayout:
         own = (None, None) if scales is None else (scales[0], scales[1])
         return ops.KVLayer(values[:, 0], values[:, 1], *own)
 
+    def attention(self, dtype: torch.dtype, kv_format: ops.KVFormat) -> ops.AttentionHeads:
+        """Returns the layer's attention, as far as its schedule depends on it."""
+        return ops.AttentionHeads(
+            self.query_heads, self.kv_heads, self.head_dim, dtype, kv_format, self.window
+        )
+
     def schedule(self, batch: ForwardBatch, dtype: torch.dtype, kv_format: ops.KVFormat) -> Any:
         """Returns the assignment of a step's attention work to the device's multiprocessors."""
         return ops.attention_schedule(

@@ -61,6 +61,8 @@ class DenseAndExperts(nn.Module):
         self.experts_norm = norm("experts_norm")
         self.experts_out_norm = norm("experts_out_norm")
         self.router_norm = norm("router_norm")
+        # The router expects inputs of length 1.
+        self.router_norm.factor = hidden**-0.5
         self.expert_scale = fp32_parameter(spec.experts.experts, build)
 
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
@@ -83,11 +85,6 @@ class DenseAndExperts(nn.Module):
     def slices(self) -> Iterator[ParameterSlice]:
         """Yields the parameters of this module itself."""
         yield ParameterSlice.for_tensor("expert_scale", self.expert_scale.data, initial="ones")
-
-    def finish(self) -> None:
-        """Ends loading. Folds 1 / sqrt(hidden) into the router's norm, because the router expects
-        inputs of length 1."""
-        self.router_norm.weight.data.mul_(self.hidden**-0.5)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""

@@ -199,6 +199,11 @@ class ExpertLinear(nn.Module):
             self.weight, self.count, bias, round(self.count * self.shard.count / (end - first))
         )
 
+    @property
+    def updates_whole(self) -> bool:
+        """See `Linear.updates_whole`."""
+        return self.weight.input_scale is not None
+
     def finish(self) -> None:
         """Ends loading. All experts use the largest of their static input scales."""
         scale = self.weight.input_scale

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -232,6 +232,9 @@ class LatentProjection(nn.Module):
     Its weight is [heads, key_dim + value_dim, rank], always in floats. The part for keys multiplies
     queries, and the part for values multiplies the attended latents. If the checkpoint's weight is
     quantized, it is dequantized after loading.
+
+    Attributes:
+        updates_whole: whether the checkpoint's weight is quantized; see `Linear`.
     """
 
     def __init__(self, spec: LatentAttentionSpec, build: Build) -> None:
@@ -240,20 +243,35 @@ class LatentProjection(nn.Module):
         self.shape = spec.heads * each, spec.rank
         self.range = ShardSpec(0, each).bounds(self.shape[0], build.group.rank, build.group.world)
         self.weight = build.empty((self.range[1] - self.range[0]) // each, each, spec.rank)
+        self.build = build
+        self.each = each
+        scheme = build.quantization.scheme_for(build.name, build.dtype)
+        self.updates_whole = scheme.format.scales is not None
         # A list hides the layer from the module tree. The layer is dropped after loading.
         self._stored: list[Linear] = []
-        if build.quantization.scheme_for(build.name, build.dtype).format.scales is not None:
-            output = Output("", self.shape[0], each)
-            self._stored = [Linear(spec.rank, [output], build, bias=False, split="outputs")]
 
     def slices(self) -> Iterator[ParameterSlice]:
         """Yields the checkpoint's tensors."""
-        if self._stored:
-            yield from self._stored[0].slices()
+        if self.updates_whole:
+            output = Output("", self.shape[0], self.each)
+            layer = Linear(self.shape[1], [output], self.build, bias=False, split="outputs")
+            for part in layer.slices():
+                yield replace(part, write=self._writer(layer, part.write))
         else:
             target = self.weight.data.flatten(0, 1)
             ranges = self.range, (0, self.shape[1])
             yield ParameterSlice.for_tensor("weight", target, self.shape, ranges)
+
+    def _writer(
+        self, layer: Linear, write: Callable[[Tensor, int], None]
+    ) -> Callable[[Tensor, int], None]:
+        """Returns a function that writes to `layer`, and keeps it until `finish`."""
+
+        def keep(part: Tensor, start: int) -> None:
+            self._stored = [layer]
+            write(part, start)
+
+        return keep
 
     def finish(self) -> None:
         """Ends loading. Dequantizes the weight if the checkpoint's is quantized."""

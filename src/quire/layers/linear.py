@@ -268,6 +268,16 @@ class Linear(nn.Module):
         name = _dotted(output.name, stored.name)
         return ParameterSlice(name, shape, ranges, write, weight.values.device, stored.dtypes)
 
+    @property
+    def updates_whole(self) -> bool:
+        """Whether an update of the weights must bring all of the layer's tensors. Projections may
+        share an input scale, or an order of their weights for a CPU."""
+        return any(
+            weight.input_scale is not None
+            or (weight.prepacked is not None and weight.values.is_meta)
+            for weight in self.weights
+        )
+
     def finish(self) -> None:
         """Ends loading. Projections that share a weight use the largest of their static input
         scales."""

@@ -42,12 +42,14 @@ class RMSNorm(nn.Module):
 
     Attributes:
         scale: weight and epsilon, which an op may take to apply the norm itself; None if no op can.
+        factor: multiplies the checkpoint's weights.
     """
 
     def __init__(self, width: int, spec: NormSpec, build: Build) -> None:
         super().__init__()
         self.eps = spec.eps
         self.offset = spec.offset
+        self.factor = 1.0
         # In 16 bits, 1 + w would lose most digits of w. Kernels tell from the weight's dtype
         # whether to round before they multiply by it.
         self.weight = (replace(build, dtype=torch.float32) if spec.wide else build).empty(width)
@@ -62,7 +64,7 @@ class RMSNorm(nn.Module):
     def slices(self) -> Iterator[ParameterSlice]:
         initial: Literal["ones", "zeros"] = "zeros" if self.offset else "ones"
         yield ParameterSlice.for_tensor(
-            "weight", self.weight.data, initial=initial, offset=self.offset
+            "weight", self.weight.data, initial=initial, offset=self.offset, factor=self.factor
         )
 
 

@@ -47,6 +47,7 @@ class ParameterSlice:
         ranges: Sequence[Range] | None = None,
         initial: Literal["random", "ones", "zeros"] = "random",
         offset: float = 0.0,
+        factor: float = 1.0,
     ) -> ParameterSlice:
         """Returns a slice that copies floats to `target`.
 
@@ -57,12 +58,15 @@ class ParameterSlice:
             ranges: this rank's part; by default the whole.
             initial: content without a checkpoint.
             offset: added to the values.
+            factor: then multiplies them.
         """
 
         def write(part: Tensor, start: int) -> None:
             rows = target[start : start + len(part)].copy_(part, non_blocking=True)
             if offset:
                 rows += offset
+            if factor != 1.0:
+                rows *= factor
 
         shape = tuple(target.shape if shape is None else shape)
         ranges = tuple((0, size) for size in shape) if ranges is None else tuple(ranges)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quire import ops
 from quire.layers.async_tp import run_halves
+from quire.layers.attention import KVLayout
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
@@ -154,10 +155,10 @@ class DecoderLayers(LoadableModel):
 
     def layers_for(self, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> list[Any]:
         """Returns the layers to compute, each with its `GroupBatch` and its part of the cache."""
-        stored = next((own.format for own in kv if isinstance(own, ops.KVLayer)), None)
+        stored = _stored_format(kv)
         for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
-            if stored is not None:
+            if stored is not None and "schedule" not in group_batch.scratch:
                 group_batch.scratch["schedule"] = layout.schedule(batch, self.dtype, stored)
         groups = [batch.groups[index] for index in self._layer_groups]
         own = self.own[: self._shallow] if shallow else self.own
@@ -183,7 +184,14 @@ class Decoder(DecoderLayers):
         tied = self.embedding if spec.tied_head and not build.quantization.own_head else None
         self.head = LMHead(spec.hidden_size, spec.vocab_size, build.within("head"), tied)
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False) -> Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[Any],
+        *,
+        shallow: bool = False,
+        normed: bool = True,
+    ) -> Tensor:
         """Computes a step, stores its KV and returns the final normed hidden states.
 
         Args:
@@ -191,21 +199,45 @@ class Decoder(DecoderLayers):
             kv: each layer's part of the cache.
             shallow: whether to run only the first layers, until every kind has occurred, and one
                 more. That compiles the kernels of all layers.
+            normed: whether to apply the last norm. False only if `last_norm` is not None.
 
         Returns:
             [T, hidden_size] in the model's dtype.
         """
-        return self.leave(self.run(self.enter(batch), batch, kv, shallow))
+        hidden = self.run(self.enter(batch), batch, kv, shallow)
+        return self.leave(hidden) if normed else hidden
+
+    @property
+    def last_norm(self) -> ops.RmsScale | None:
+        """The norm behind the layers, which an op may apply itself; None if no op can."""
+        # Draft heads keep what `forward` returns, which is the normed state.
+        return None if self._forward_hooks else self.norm.scale
+
+    def decode_front(self, kv: Sequence[Any]) -> tuple[Tensor, ops.AttentionHeads] | None:
+        """Returns the embedding table and the attention of all layers, for `ops.expand_decodes`.
+
+        Returns None if that op does not serve the model.
+        """
+        plain = self.positions is None and self._embedding_scale == 1.0 and self.group.world == 1
+        layout, stored = self.kv_layouts[0], _stored_format(kv)
+        if not plain or len(self.kv_layouts) > 1 or not isinstance(layout, KVLayout) or not stored:
+            return None
+        return self.embedding.weight, layout.attention(self.dtype, stored)
 
     def enter(self, batch: ForwardBatch) -> Tensor:
         """Returns the input of the first layer, [T, hidden_size]: the embeddings of the tokens."""
+        embedded = self._embed(batch) if batch.embedded is None else batch.embedded
+        if batch.given is None:
+            return embedded
+        return ops.replace_rows(embedded, batch.given.source, batch.given.part(0))
+
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        """Returns the embeddings of the vocabulary and the positions, [T, hidden_size]."""
         embedded: Tensor = self.embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             embedded = embedded.mul_(self._embedding_scale)
         if self.positions is not None:
             embedded = embedded.add_(self.positions(batch.positions))
-        if batch.given is not None:
-            embedded = ops.replace_rows(embedded, batch.given.source, batch.given.part(0))
         return embedded
 
     def leave(self, hidden: Tensor) -> Tensor:
@@ -220,6 +252,10 @@ class Decoder(DecoderLayers):
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _stored_format(kv: Sequence[Any]) -> ops.KVFormat | None:
+    return next((own.format for own in kv if isinstance(own, ops.KVLayer)), None)
 
 
 def _rope(layer: LayerSpec) -> RopeSpec | None:

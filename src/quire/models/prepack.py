@@ -28,6 +28,24 @@ def prepack_layer(layer: Linear) -> None:
     layer.stacks = tuple(_prepack_stack(layer, index) for index in range(len(layer.stacks)))
 
 
+@torch.inference_mode()
+def unpack_layer(layer: Linear) -> None:
+    """Gives a layer weights in the checkpoint's order again, without content. `prepack_layer`
+    reorders them once they are written."""
+    layer.stacks = tuple(_unpack_stack(layer, index) for index in range(len(layer.stacks)))
+
+
+def _unpack_stack(layer: Linear, index: int) -> Stack:
+    stack = layer.stacks[index]
+    weight = stack.weight
+    if weight.prepacked is None or not weight.values.is_meta:
+        return stack
+    values = torch.zeros(weight.values.shape, dtype=weight.values.dtype)
+    parameter = torch.nn.Parameter(values, requires_grad=False)
+    layer.register_parameter(_values_name(index), parameter)
+    return replace(stack, weight=replace(weight, values=values, prepacked=None))
+
+
 def _prepack_stack(layer: Linear, index: int) -> Stack:
     """Returns stack `index` with reordered weights, and replaces the layer's parameter."""
     stack = layer.stacks[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,14 +46,21 @@ class SampledOutputs:
 
 
 @torch.inference_mode()
-def check_weights(model: LoadableModel, family: Family) -> None:
+def check_weights(
+    model: LoadableModel, family: Family, modules: Collection[str] | None = None
+) -> None:
     """Checks a sample of outputs from each quantized projection, including those of experts.
+
+    Args:
+        modules: names of the modules to check; None: all.
 
     Raises:
         ModelError: dequantized weights are not finite, huge, all zero or off centre, or a static
             input scale is huge. The error names the projection as the checkpoint does.
     """
     for name, layer in model.named_modules():
+        if modules is not None and name not in modules:
+            continue
         if isinstance(layer, Linear):
             samples = _sample_linear(name, layer)
         elif isinstance(layer, ExpertLinear):

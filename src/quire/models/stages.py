@@ -142,6 +142,13 @@ class StageDecoder(Decoder):
             self._pass_stream(layer, stream)
         return hidden.contiguous()
 
+    def decode_front(self, kv: Sequence[Any]) -> None:
+        """Returns None, because only the first stage embeds tokens."""
+
+    @property
+    def last_norm(self) -> None:
+        """None, because `leave` applies the norm, or sends the hidden states."""
+
     def leave(self, hidden: Tensor) -> Tensor:
         if self.stage.last:
             return super().leave(hidden)

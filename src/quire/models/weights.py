@@ -29,7 +29,7 @@ from quire.quantization import FLOATS
 
 Progress = Callable[[int, int], None]
 
-_READERS = 8
+READERS = 8
 """Number of threads that read tensors."""
 _CHUNK = 32 << 20
 """Bytes of a tensor that a thread copies and converts at once."""
@@ -68,12 +68,12 @@ def load_weights(
         files = [open_file(stack, file) for file in weight_files(Path(path))]
         # A GGUF file names tensors after the model's parameters, for models of every family.
         family = getattr(files[0], "family_for", lambda model, own: own)(model, family)
-        places = _places(model, family)
-        found = _check(files, places, family, tied=_tied(model))
+        places = places_of(model, family)
+        found = check_tensors(files, places, family, tied=is_tied(model))
         total = sum(entry.nbytes for entry in found.values())
-        with ThreadPoolExecutor(_READERS) as pool:
+        with ThreadPoolExecutor(READERS) as pool:
             copies = [
-                (entry, pool.submit(_fill, entry, places.get(name, ())))
+                (entry, pool.submit(fill, entry, places.get(name, ())))
                 for name, entry in found.items()
             ]
             done = 0
@@ -83,22 +83,22 @@ def load_weights(
                 if progress is not None:
                     progress(done, total)
         if isinstance(model, Decoder) and family.head in found and family.head not in places:
-            _check_tied(found[family.head], model, family.head)
+            check_tied(found[family.head], model, family.head)
     model.finish()
     if any("scales" in name for name, _ in model.named_parameters()):
         check_weights(model, family)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A parameter slice and its place in the checkpoint."""
+class SlicePlace:
+    """A parameter slice, and the place of its content in the checkpoint."""
 
     slice: ParameterSlice
     source: Source
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class StoredTensor:
     """A tensor of the checkpoint.
 
     Attributes:
@@ -112,30 +112,42 @@ class _Entry:
     nbytes: int
 
 
-def _tied(model: LoadableModel) -> bool:
+def is_tied(model: LoadableModel) -> bool:
     """Returns whether the model's head shares the weights of its embeddings."""
     return isinstance(model, DecoderLayers) and model.spec.tied_head
 
 
-def _places(model: LoadableModel, family: Family) -> dict[str, list[_Place]]:
-    places: dict[str, list[_Place]] = {}
+def places_of(model: LoadableModel, family: Family) -> dict[str, list[SlicePlace]]:
+    places: dict[str, list[SlicePlace]] = {}
     for name, part in named_slices(model):
-        if name == "head.weight" and _tied(model):
+        if name == "head.weight" and is_tied(model):
             name = "embedding.weight"
         source = family.source(model.spec, name)
-        places.setdefault(source.name, []).append(_Place(part, source))
+        places.setdefault(source.name, []).append(SlicePlace(part, source))
     return places
 
 
-def _check(
-    files: list[Any], places: dict[str, list[_Place]], family: Family, *, tied: bool
-) -> dict[str, _Entry]:
+def check_tensors(
+    files: Sequence[Any],
+    places: dict[str, list[SlicePlace]],
+    family: Family,
+    *,
+    tied: bool,
+    partial: bool = False,
+) -> dict[str, StoredTensor]:
     """Returns the tensors to read, by canonical name.
+
+    Args:
+        files: open files.
+        places: places of all tensors, by canonical name. The call chooses their layouts.
+        family: names the tensors.
+        tied: whether the head may repeat the embeddings.
+        partial: whether the files may hold only some of the tensors.
 
     Raises:
         ModelError: tensors are missing, unexpected, misshapen or of a wrong dtype.
     """
-    found: dict[str, _Entry] = {}
+    found: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for file in files:
         for stored_name in sorted(file.keys()):
@@ -152,7 +164,7 @@ def _check(
             view = file.get_slice(stored_name)
             shape, dtype = tuple(view.get_shape()), DTYPES.get(view.get_dtype())
             if wanted is not None:
-                wanted = places[name] = _in_layout(wanted, shape)
+                wanted = places[name] = in_layout(wanted, shape)
             expected = shape if wanted is None else _stored_shape(wanted)
             known = FLOATS if wanted is None else wanted[0].slice.dtypes
             if shape != expected and shape != (*expected, 1):
@@ -163,24 +175,29 @@ def _check(
                     f"{stored_name} has dtype {view.get_dtype()}, expected one of: {names}"
                 )
             nbytes = (1 if dtype is None else dtype.itemsize) * torch.Size(shape).numel()
-            found[name] = _Entry(file, stored_name, nbytes)
-    missing = [name for name in places if name not in found]
+            found[name] = StoredTensor(file, stored_name, nbytes)
+    missing = [name for name in places if name not in found and not partial]
     problems = [f"missing tensor {name}" for name in missing] + problems
     if problems:
-        raise ModelError(f"the checkpoint does not fit its config.json: {first_few(problems)}")
+        what = "an update does not fit the model"
+        if not partial:
+            what = "the checkpoint does not fit its config.json"
+        raise ModelError(f"{what}: {first_few(problems)}")
     return found
 
 
-def _in_layout(places: list[_Place], shape: tuple[int, ...]) -> list[_Place]:
+def in_layout(places: list[SlicePlace], shape: tuple[int, ...]) -> list[SlicePlace]:
     """Returns the places of a tensor of this shape: in the slices' own layout or in their other."""
     others = [
-        _Place(place.slice.other, place.source) for place in places if place.slice.other is not None
+        SlicePlace(place.slice.other, place.source)
+        for place in places
+        if place.slice.other is not None
     ]
     fits = len(others) == len(places) and shape == _stored_shape(others)
     return others if fits and shape != _stored_shape(places) else places
 
 
-def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
+def _stored_shape(places: list[SlicePlace]) -> tuple[int, ...]:
     """Returns the shape that the checkpoint's tensor must have to hold all of `places`."""
     shape = list(places[0].slice.shape)
     if places[0].source.span is not None:
@@ -192,7 +209,7 @@ def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
-def _fill(entry: _Entry, places: Sequence[_Place]) -> None:
+def fill(entry: StoredTensor, places: Sequence[SlicePlace]) -> None:
     for place in places:
         if place.slice.device.type == "meta":
             continue  # Another stage of the pipeline holds the parameter.
@@ -206,19 +223,23 @@ def _copy(part: Tensor, target: ParameterSlice) -> None:
     """Copies a part of a tensor to its parameter, `_CHUNK` bytes at a time.
 
     Copies to a GPU go through pinned memory, so that several threads together keep the link busy.
-    Without it the driver would stage copies from the file's pages, one thread at a time.
+    Without it the driver would stage copies from the file's pages, one thread at a time. The caller
+    keeps memory that is pinned already until the device has read it.
     """
     part = part if part.ndim else part.unsqueeze(0)
     rows = max(1, _CHUNK // max(1, part[:1].nbytes))
     for start in range(0, len(part), rows):
-        chunk = part[start : start + rows]
-        if target.device.type == "cuda":
+        chunk = part[start : start + rows].to(target.device if part.is_cuda else part.device)
+        if target.device.type == "cuda" and chunk.device.type == "cpu":
+            if chunk.is_contiguous() and chunk.is_pinned():
+                target.write(chunk.to(target.device, non_blocking=True), start)
+                continue
             staged = torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=True).copy_(chunk)
             chunk = staged.to(target.device, non_blocking=True)
         target.write(chunk, start)
 
 
-def _share(entry: _Entry, place: _Place) -> Tensor:
+def _share(entry: StoredTensor, place: SlicePlace) -> Tensor:
     """Returns this rank's part of a stored tensor, in the orientation of the parameter."""
     ranges, source = list(place.slice.ranges), place.source
     if not ranges:
@@ -239,13 +260,13 @@ def _share(entry: _Entry, place: _Place) -> Tensor:
     return part.t() if source.transposed else part
 
 
-def _check_tied(entry: _Entry, model: Decoder, name: str) -> None:
+def check_tied(entry: StoredTensor, model: Decoder, name: str) -> None:
     """Raises ModelError unless a tied model's head in the checkpoint equals its embeddings."""
     own = next(iter(model.embedding.slices()))
     shape = tuple(entry.file.get_slice(entry.name).get_shape())
     if shape == own.shape:
         embedding = model.embedding.weight.data
-        head = _share(entry, _Place(own, Source(name))).to(embedding.device, embedding.dtype)
+        head = _share(entry, SlicePlace(own, Source(name))).to(embedding.device, embedding.dtype)
         # If the embeddings are on the meta device, another pipeline stage makes this check.
         if embedding.is_meta or torch.equal(head, embedding[: len(head)]):
             return

@@ -8,8 +8,8 @@ host, and never use -1, which marks padding, as an index.
 from quire.ops import reference
 from quire.ops.arguments import Activation, RmsScale, Scratch
 from quire.ops.choose import Policy, current_policy, op, use_policy
-from quire.ops.kv import KVFormat, KVLayer, kv_format
-from quire.ops.rows import Drafts, Expanded, LogitRows, StepRows
+from quire.ops.kv import AttentionHeads, KVFormat, KVLayer, kv_format
+from quire.ops.rows import DecodeInputs, Drafts, Expanded, LogitRows, ResultRing, StepRows
 from quire.ops.weight import Weight, WeightFormat
 
 activate = op(reference.activate)
@@ -19,6 +19,7 @@ attention_schedule = op(reference.attention_schedule)
 collect_rows = op(reference.collect_rows)
 copy_blocks = op(reference.copy_blocks)
 embedding = op(reference.embedding)
+expand_decodes = op(reference.expand_decodes)
 expand_rows = op(reference.expand_rows)
 finish_rows = op(reference.finish_rows)
 layer_norm = op(reference.layer_norm)
@@ -29,15 +30,17 @@ qk_norm_rope_store = op(reference.qk_norm_rope_store)
 replace_rows = op(reference.replace_rows)
 rms_norm = op(reference.rms_norm)
 sample = op(reference.sample)
+sample_and_finish = op(reference.sample_and_finish)
 scatter = op(reference.scatter)
 section_rotary = op(reference.section_rotary)
 token_logprobs = op(reference.token_logprobs)
 
 __all__ = [
-    "Activation", "Drafts", "Expanded", "KVFormat", "KVLayer", "LogitRows", "Policy", "RmsScale",
-    "Scratch", "StepRows", "Weight", "WeightFormat", "activate", "add_rows", "adjust",
-    "attention_schedule", "collect_rows", "copy_blocks", "current_policy", "embedding",
-    "expand_rows", "finish_rows", "kv_format", "layer_norm", "linear", "op", "paged_attention",
-    "place_drafts", "qk_norm_rope_store", "replace_rows", "rms_norm", "sample", "scatter",
+    "Activation", "AttentionHeads", "DecodeInputs", "Drafts", "Expanded", "KVFormat", "KVLayer",
+    "LogitRows", "Policy", "ResultRing", "RmsScale", "Scratch", "StepRows", "Weight",
+    "WeightFormat", "activate", "add_rows", "adjust", "attention_schedule", "collect_rows",
+    "copy_blocks", "current_policy", "embedding", "expand_decodes", "expand_rows", "finish_rows",
+    "kv_format", "layer_norm", "linear", "op", "paged_attention", "place_drafts",
+    "qk_norm_rope_store", "replace_rows", "rms_norm", "sample", "sample_and_finish", "scatter",
     "section_rotary", "token_logprobs", "use_policy",
 ]  # fmt: skip

@@ -82,6 +82,27 @@ def kv_format(name: str, dtype: torch.dtype, *head_dims: int) -> KVFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """The attention of a layer on one rank, as far as its schedule depends on it.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: KV heads.
+        head_dim: D.
+        dtype: dtype of the queries.
+        kv_format: format of stored keys and values.
+        window: positions that a query sees, or None.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_format: KVFormat
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayer:
     """The stored keys and values of one layer.
 

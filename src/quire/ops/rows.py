@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,18 @@ class Drafts(NamedTuple):
     used: Tensor
 
 
+class ResultRing(NamedTuple):
+    """Results of the last steps in host memory, which the device writes itself.
+
+    Attributes:
+        lines: int32 [slots, lanes, W], pinned for a GPU. A step's results are in one slot, by row.
+        turn: int32 [1], on the device: the slot of the current step. `collect_rows` advances it.
+    """
+
+    lines: Tensor
+    turn: Tensor
+
+
 class ExpandedGroup(NamedTuple):
     """The inputs of one KV group.
 
@@ -91,6 +103,20 @@ class ExpandedGroup(NamedTuple):
 
     slots: Tensor
     block_table: Tensor
+
+
+class DecodeInputs(NamedTuple):
+    """The inputs of a forward pass over rows of one token each.
+
+    Attributes:
+        expanded: as from `expand_rows`.
+        embedded: [R, width], the tokens' embeddings; zeros for padding.
+        schedule: the result of `attention_schedule`.
+    """
+
+    expanded: Expanded
+    embedded: Tensor
+    schedule: Any
 
 
 class Expanded(NamedTuple):

@@ -114,6 +114,11 @@ def join_group(
     return TorchGroup()
 
 
+def global_rank() -> int:
+    """Returns this process's rank among all ranks of all stages; 0 without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def sum_over_all_ranks(x: Tensor) -> Tensor:
     """Returns the sum of `x` over all ranks of all stages, and overwrites x. Without a group it
     returns x unchanged."""

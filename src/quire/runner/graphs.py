@@ -22,7 +22,7 @@ from quire.layers.async_tp import HalvesGroup
 from quire.ops.launches import compiling
 from quire.parallel.torch_group import sum_over_all_ranks
 from quire.runner.hooks.hook import Level
-from quire.runner.program import BodyShape, HeadShape, StepProgram
+from quire.runner.program import BodyShape, HeadShape, StepProgram, StepShape
 from quire.runner.state import Limits
 
 Progress = Callable[[int, int], None]
@@ -105,6 +105,13 @@ class Buckets:
         levels = [level for level in Level if level < Level.UNCAPTURED]
         return [HeadShape(rows, level) for rows in reversed(self._logit_rows) for level in levels]
 
+    def steps(self) -> list[StepShape]:
+        """Returns the shapes of plain decode steps, whose body and head are one program."""
+        return [
+            StepShape(BodyShape(rows, rows, 1), HeadShape(rows, Level.PLAIN))
+            for rows in reversed(self._rows)
+        ]
+
     def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
         """Returns the smallest shape that holds a step, or None."""
         limits = self._limits
@@ -167,6 +174,11 @@ class Graphs:
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
         """Returns the shape of the captured head that a step is padded to, or None."""
         shape = self._buckets.head(logit_rows, level)
+        return shape if shape in self else None
+
+    def step(self, body: BodyShape, head: HeadShape) -> StepShape | None:
+        """Returns the shape of the captured program of both, or None."""
+        shape = StepShape(body, head)
         return shape if shape in self else None
 
     def capture_steps(self, program: StepProgram, progress: Progress | None = None) -> int:
@@ -280,6 +292,9 @@ def program_works(
         works[name] = functools.partial(_run_other, run)
     for head in buckets.heads() if program.model.gives_logits else ():
         works[head] = functools.partial(_run_head, program, head)
+    if program.model.gives_logits:
+        for shape in buckets.steps():
+            works[shape] = functools.partial(_run_step, program, shape)
     return works
 
 
@@ -289,6 +304,11 @@ def _run_body(program: StepProgram, shape: BodyShape, shallow: bool) -> None:
 
 def _run_head(program: StepProgram, shape: HeadShape, shallow: bool) -> None:
     program.head(shape)
+
+
+def _run_step(program: StepProgram, shape: StepShape, shallow: bool) -> None:
+    program.body(shape.body, shallow=shallow)
+    program.head(shape.head)
 
 
 def _run_other(run: Callable[[], None], shallow: bool) -> None:

@@ -21,6 +21,7 @@ from quire.parallel import ProcessGroup
 from quire.plan import KVGroup
 from quire.runner.hooks import Hook
 from quire.runner.memory import activation_bytes, blocks_per_group, cpu_budget, cuda_budget
+from quire.runner.releasable import releasable_memory
 from quire.runner.state import Limits
 
 logger = logging.getLogger("quire.engine")
@@ -40,6 +41,8 @@ class LoadedModel:
         models: all models, in the order of their KV groups.
         groups: the KV groups of all models.
         kv_format: how keys and values are stored.
+        weight_memory: memory of the target model's weights.
+        kv_memory: memory of the KV cache.
         seconds: how long loading took.
     """
 
@@ -63,6 +66,9 @@ class LoadedModel:
             deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
         )
         self._log_missing_kernels()
+        sleeps = config.args.enable_sleep_mode
+        self.weight_memory = releasable_memory(self.device, enabled=sleeps)
+        self.kv_memory = releasable_memory(self.device, enabled=sleeps)
         with must_fit_memory():
             self.model = self._load(build, progress)
         for hook in hooks:
@@ -114,7 +120,8 @@ class LoadedModel:
             "expert_parallel": args.enable_expert_parallel,
             "drafts": self.limits.drafts,
         }
-        model = build(spec, **options)
+        with self.weight_memory.allocate():
+            model = build(spec, **options)
         on_bytes = None if progress is None else functools.partial(progress, "weights")
         models.load_weights(model, path, args.load_format, args.seed, on_bytes)
         return model

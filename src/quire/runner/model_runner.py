@@ -203,12 +203,18 @@ class ModelRunner:
             hook.close()
         if self._sized is not None and self._sized.transfer is not None:
             self._sized.transfer.close()
+        loaded = self._loaded
+        memories = () if loaded is None else (loaded.weight_memory, loaded.kv_memory)
         self._features = ()
+        del loaded
         self._loaded = self._sized = self._running = None
         if self.device.type == "cuda":
             # Graphs and the objects that captured them form reference cycles.
             gc.collect()
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+        for memory in memories:
+            memory.close()
 
 
 def step_limits(config: EngineConfig, hooks: Sequence[Hook]) -> Limits:

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire import ops
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
-from quire.ops import Drafts, LogitRows, StepRows
+from quire.ops import Drafts, Expanded, LogitRows, StepRows
 from quire.runner.hooks.hook import HeadContext, Level, ProgramHook
 from quire.runner.state import BatchState
 
@@ -48,6 +48,14 @@ class HeadShape:
     level: Level
 
 
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape of a body and a head that are captured as one program."""
+
+    body: BodyShape
+    head: HeadShape
+
+
 class CapturedPrograms(Protocol):
     """Programs that can be replayed, by shape."""
 
@@ -57,6 +65,10 @@ class CapturedPrograms(Protocol):
 
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
         """Returns the shape of the captured head that a step is padded to, or None."""
+        ...
+
+    def step(self, body: BodyShape, head: HeadShape) -> StepShape | None:
+        """Returns the shape of the captured program of both, or None."""
         ...
 
     def replay(self, key: Any) -> None:
@@ -73,6 +85,7 @@ class BoundModel:
         groups: indices of the model's KV groups among the state's groups.
         position: int32 [lanes], the next position that the model computes in each lane.
         ahead: offset of the input token relative to the position.
+        fused: whether ops that join several may be used.
     """
 
     model: Any
@@ -81,6 +94,7 @@ class BoundModel:
     groups: range
     position: Tensor
     ahead: int = 0
+    fused: bool = False
 
     def forward(
         self,
@@ -99,36 +113,53 @@ class BoundModel:
             change: changes the batch before the model gets it.
             inputs: further inputs of the model.
         """
-        state = self.state
-        groups = [(state.groups[i], state.tables[i]) for i in self.groups]
+        groups = [(self.state.groups[i], self.state.tables[i]) for i in self.groups]
+        paged = [(table, each.tokens_per_block) for each, table in groups if each.kind != "state"]
         states = [table for group, table in groups if group.kind == "state"]
-        expanded = ops.expand_rows(
-            rows,
-            self.position,
-            state.tokens[:, self.ahead :],
-            [(table, group.tokens_per_block) for group, table in groups if group.kind != "state"],
-            logit_rows,
-            num_tokens=shape.tokens,
-            max_seq_len=state.limits.length,
-            drafts=drafts,
-        )
+        expanded, embedded, scratch = self._expand(rows, logit_rows, shape, paged, drafts)
         batch = ForwardBatch(
             input_ids=expanded.ids,
             positions=expanded.positions,
             query_start=rows.query_start,
             seq_lens=expanded.seq_lens,
             groups=(
-                *(GroupBatch(*group) for group in expanded.groups),
+                *(GroupBatch(*group, dict(scratch)) for group in expanded.groups),
                 *(GroupBatch(rows.lanes, table, {"flags": rows.flags}) for table in states),
             ),
             q_lens=expanded.q_lens,
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,
+            embedded=embedded,
         )
         if change is not None:
             change(batch)
         hidden: Tensor = self.model(batch, self.layers, **inputs)
         return hidden
+
+    def _expand(
+        self,
+        rows: StepRows,
+        logit_rows: LogitRows,
+        shape: BodyShape,
+        tables: Sequence[tuple[Tensor, int]],
+        drafts: Drafts | None,
+    ) -> tuple[Expanded, Tensor | None, dict[str, Any]]:
+        """Returns the tokens, their embeddings if they are known, and the groups' scratch."""
+        decodes = shape.tokens == shape.rows and shape.longest == 1 and drafts is None
+        front = self.model.decode_front(self.layers) if self.fused and decodes else None
+        tokens, most = self.state.tokens[:, self.ahead :], self.state.limits.length
+        if front is None:
+            expanded = ops.expand_rows(
+                rows, self.position, tokens, tables, logit_rows,
+                num_tokens=shape.tokens, max_seq_len=most, drafts=drafts,
+            )  # fmt: skip
+            return expanded, None, {}
+        weight, attention = front
+        expanded, embedded, schedule = ops.expand_decodes(
+            rows, self.position, tokens, tables[0], logit_rows, weight,
+            max_seq_len=most, attention=attention,
+        )  # fmt: skip
+        return expanded, embedded, {"schedule": schedule}
 
 
 class StepProgram:
@@ -177,10 +208,19 @@ class StepProgram:
             for hook in self.hooks:
                 hook.batch(rows, batch, shape.altered)
 
+        norm = self.model.last_norm if self.bound.fused else None
         hidden = self.bound.forward(
-            rows, logit_rows, shape, drafts=drafts, change=change, shallow=shallow
+            rows,
+            logit_rows,
+            shape,
+            drafts=drafts,
+            change=change,
+            shallow=shallow,
+            normed=norm is None,
         )
-        ops.collect_rows(hidden, rows, logit_rows, position, self.last, self.hidden, self.held)
+        ops.collect_rows(
+            hidden, rows, logit_rows, position, self.last, self.hidden, self.held, state.ring, norm
+        )
 
     def head(self, shape: HeadShape) -> None:
         """Draws tokens for the logit rows, and advances the lanes of all rows."""
@@ -196,8 +236,14 @@ class StepProgram:
             held=self.held,
             raw=raw,
             logits=raw,
+            fused=self._fuses(shape),
         )
         for hook in self.hooks:
             hook.logits(ctx)
         for hook in self.hooks:
             hook.tokens(ctx)
+
+    def _fuses(self, shape: HeadShape) -> bool:
+        """Returns whether one op draws and accepts the tokens of a head."""
+        plain = shape.level == Level.PLAIN and shape.logit_rows > 0
+        return self.bound.fused and plain and not any(hook.changes_tokens for hook in self.hooks)

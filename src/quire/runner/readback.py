@@ -66,6 +66,8 @@ class Upload:
     def send(self) -> None:
         """Copies everything to the device, and writes the columns."""
         values = [*self._values, *self._arrays]
+        if not values:
+            return
         counts = np.concatenate([*self._counts, np.empty(0, np.int64)])
         segments = np.empty((len(counts), 3), dtype=np.int32)
         if len(counts):
@@ -140,6 +142,9 @@ class Step:
     Attributes:
         logit_start: int32 [R + 1], on the host: the first logit row of each row.
         waits: whether the head waits for missing host inputs, and is not launched yet.
+        lines: int32 [lanes, W], the step's slot of `BatchState.ring`, or None if its head has not
+            been launched.
+        whole: whether the head was launched with the body.
         notes: values that hooks keep until they read the step's results.
         result: the step's result, which hooks add to; set by `wait`.
     """
@@ -148,6 +153,8 @@ class Step:
     device: torch.device
     logit_start: Int32
     waits: bool = False
+    lines: Int32 | None = None
+    whole: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
     result: StepResult = field(init=False)
     _sent: dict[str, Tensor] = field(default_factory=dict)
@@ -155,10 +162,16 @@ class Step:
     _done: Any = None
 
     @classmethod
-    def begin(cls, plan: StepPlan, device: torch.device) -> Step:
-        """Returns a new step, and starts to measure its time."""
+    def begin(cls, plan: StepPlan, device: torch.device, before: Step | None = None) -> Step:
+        """Returns a new step, and starts to measure its time.
+
+        Args:
+            before: the last step in flight. If it still runs, the new step begins when it ends.
+        """
         step = cls(plan, device, logit_starts(plan))
-        step._started = step._mark()
+        end = None if before is None or device.type != "cuda" else before._done
+        follows = end is not None and not end.query()
+        step._started = end if follows else step._mark()
         return step
 
     def send(self, name: str, values: Tensor) -> None:
@@ -185,9 +198,10 @@ class Step:
             gpu_us = self._started.elapsed_time(self._done) * 1e3
         else:
             gpu_us = (self._done - self._started) * 1e6
-        lines = self.arrived("results")
-        results = np.empty((0, 3), np.int32) if lines is None else lines.numpy()
-        if len(results) < rows:
+        if self.lines is not None:
+            # A copy, because a later step writes to the slot.
+            results = self.lines[:rows].copy()
+        else:
             # No row has logits, so no row gives a token.
             results = np.full((rows, 3), -1, dtype=np.int32)
             results[:, :2] = 0
@@ -196,9 +210,9 @@ class Step:
             results = results[:, :3]
         self.result = StepResult(
             step_id=self.plan.step_id,
-            tokens=results[:rows, 2:],
-            n_tokens=results[:rows, 0],
-            stop_reason=results[:rows, 1],
+            tokens=results[:, 2:],
+            n_tokens=results[:, 0],
+            stop_reason=results[:, 1],
             gpu_us=gpu_us,
         )
 

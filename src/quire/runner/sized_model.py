@@ -60,20 +60,27 @@ class SizedModel:
         self.loaded = loaded
         self.num_blocks = num_blocks
         self.features = tuple(features)
-        self.cache = KVCache(
-            loaded.groups,
-            num_blocks,
-            layouts=[layout for model in loaded.models for layout in model.kv_layouts],
-            kv_format=loaded.kv_format,
-            device=loaded.device,
-            head_scales=loaded.head_scales(),
-        )
+        with loaded.kv_memory.allocate():
+            self.cache = KVCache(
+                loaded.groups,
+                num_blocks,
+                layouts=[layout for model in loaded.models for layout in model.kv_layouts],
+                kv_format=loaded.kv_format,
+                device=loaded.device,
+                head_scales=loaded.head_scales(),
+            )
         places: dict[str, Place] = {}
         for hook in features:
             places |= hook.places(self.cache, loaded.models, loaded.group)
         self.transfer = KVTransfer(places) if places else None
         self.rare = list(_RARE_HOOKS)
         self._prepare(loaded.groups)
+        for hook in features:
+            self._give_memory(hook)
+
+    def _give_memory(self, hook: Hook) -> None:
+        loaded = self.loaded
+        hook.take_memory(loaded.weight_memory, loaded.kv_memory, self.cache, loaded.models)
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""
@@ -97,7 +104,9 @@ class SizedModel:
         limits = self.loaded.limits
         columns = [column for hook in self.hooks for column in hook.columns(limits)]
         columns += [ColumnSpec(f"num_{name}", fill=-1) for name in rare]
-        self.state = BatchState(limits, groups, self.loaded.device, columns)
+        # A step's results stay in host memory until the host has read them.
+        slots = self.loaded.config.scheduler.steps_in_flight + 1
+        self.state = BatchState(limits, groups, self.loaded.device, columns, slots)
         for hook in self.hooks:
             hook.bind(self.state)
 
@@ -108,7 +117,10 @@ class SizedModel:
             own_groups: number of KV groups of the model that gives the tokens.
         """
         model, layers = self.loaded.model, self.cache.layers
-        bound = BoundModel(model, self.state, layers, range(own_groups), self.state.position)
+        fuses = "fusions" not in self.loaded.policy.disabled
+        bound = BoundModel(
+            model, self.state, layers, range(own_groups), self.state.position, fused=fuses
+        )
         self.program = StepProgram(bound, self.program_hooks, acceptance.claims)
 
     def add_rare(self, parameters: Sequence[str]) -> None:
@@ -130,7 +142,9 @@ class SizedModel:
             raise QuireError(
                 f"{type(hook).__name__} keeps columns, so it must be known when the runner starts"
             )
+        hook.attach(self.loaded.model)
         hook.bind(self.state)
+        self._give_memory(hook)
         rest = self.hooks[1 + len(self.features) :]
         self.features = tuple(sorted((*self.features, hook), key=lambda each: each.draws))
         self._change_hooks((self.hooks[0], *self.features, *rest))

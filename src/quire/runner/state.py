@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.arrays import Int32
 from quire.errors import ConfigError
-from quire.ops import LogitRows, StepRows
+from quire.ops import LogitRows, ResultRing, StepRows
 from quire.plan import KVGroup
 
 Words = TypeVar("Words", Tensor, Int32)
@@ -79,6 +79,7 @@ class BatchState:
         logit_rows: the step's logit rows. The body fills them in.
         results: int32 [lanes, 3 + drafts], by row of the step: number of new tokens, stop reason,
             and the tokens.
+        ring: the results of the last steps, in host memory.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class BatchState:
         groups: Sequence[KVGroup],
         device: torch.device,
         columns: Sequence[ColumnSpec] = (),
+        slots: int = 2,
     ) -> None:
         self.limits = limits
         self.device = device
@@ -108,7 +110,7 @@ class BatchState:
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"two hooks keep a column named {twice!r}")
         shapes = [(limits.lanes, *spec.shape) for spec in specs]
-        size = 4 * limits.lanes + 2 + limits.logit_rows + 2
+        size = 4 * limits.lanes + 2 + limits.logit_rows + 2 + 1
         self.memory, views = _lay_out([*shapes, (size,)], device)
         self.columns: dict[str, Tensor] = {}
         for spec, view in zip(specs, views, strict=False):
@@ -121,9 +123,10 @@ class BatchState:
         self.tables = [self.columns[f"table.{i}"] for i in range(len(self.groups))]
         self.inputs = views[-1]
         lanes = limits.lanes
-        sizes = lanes, lanes + 1, lanes + 1, lanes, limits.logit_rows, 2
+        sizes = lanes, lanes + 1, lanes + 1, lanes, limits.logit_rows, 2, 1
         self._ends = list(itertools.accumulate(sizes))
-        own, query_start, logit_start, flags, self.lines, self.gate = self.split_inputs(self.inputs)
+        own, query_start, logit_start, flags, *rest = self.split_inputs(self.inputs)
+        self.lines, self.gate, turn = rest
         self.rows = StepRows(own, query_start, logit_start, flags)
         self._idle = np.zeros(self._ends[-1], dtype=np.int32)
         for part in (0, 4, 5):
@@ -132,9 +135,12 @@ class BatchState:
             *torch.full((4, limits.logit_rows), -1, dtype=torch.int32, device=device)
         )
         self.results = torch.zeros(lanes, 3 + limits.drafts, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        lines = torch.zeros(slots, *self.results.shape, dtype=torch.int32, pin_memory=pinned)
+        self.ring = ResultRing(lines, turn)
 
     def split_inputs(self, inputs: Words) -> list[Words]:
-        """Returns views of inputs: lanes, query_start, logit_start, flags, `lines` and `gate`."""
+        """Returns views: lanes, query_start, logit_start, flags, `lines`, `gate`, turn."""
         starts = (0, *self._ends)
         return [inputs[start:end] for start, end in itertools.pairwise(starts)]
 

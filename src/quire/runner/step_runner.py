@@ -19,7 +19,7 @@ from quire.executor import Answered, Asked, WorkerCall
 from quire.input_memory import InputMemory
 from quire.plan import Admit, RowFlag, StepPlan, StepResult
 from quire.runner.hooks import Level
-from quire.runner.program import BodyShape, CapturedPrograms, HeadShape
+from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, StepShape
 from quire.runner.readback import PinnedRing, Step, Upload, ragged
 from quire.runner.sized_model import SizedModel
 
@@ -46,6 +46,12 @@ class StepRunner:
         """Plans after a step whose head waits for host inputs."""
         self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
         """The `Level` that each lane's request needs."""
+        self._inputs = np.empty(0, dtype=np.int32)
+        """The inputs on the device, without the slot, which the device advances."""
+        self._turn = 0
+        """The slot of `BatchState.ring` of the last body."""
+        self._lines: Int32 = self.state.ring.lines.numpy()
+        """The slots of `BatchState.ring`."""
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -95,7 +101,7 @@ class StepRunner:
 
     def _launch_body(self, plan: StepPlan) -> Step:
         """Applies the plan and computes its tokens."""
-        step = Step.begin(plan, self.device)
+        step = Step.begin(plan, self.device, self._steps[-1] if self._steps else None)
         self._apply(step)
         for hook in self.sized.host_hooks:
             hook.begin(step)
@@ -106,12 +112,28 @@ class StepRunner:
         shape = BodyShape(tokens, plan.num_rows, longest, altered)
         captured = None if self.graphs is None else self.graphs.body(shape)
         if self.graphs is not None and captured is not None:
-            self.graphs.replay(captured)
+            whole = self._whole(step, captured)
+            step.whole = whole is not None
+            self.graphs.replay(whole or captured)
         else:
             self.program.body(shape)
+        self._turn = (self._turn + 1) % len(self._lines)
         for hook in self.sized.host_hooks:
             hook.hidden(step, self.program.hidden[:tokens])
         return step
+
+    def _whole(self, step: Step, body: BodyShape) -> StepShape | None:
+        """Returns the captured program of a step's body and head, which only decodes have."""
+        logit_rows = int(step.logit_start[-1])
+        if self.graphs is None or body.longest > 1 or not logit_rows:
+            return None
+        head = self.graphs.head(logit_rows, self._level(step.plan))
+        return None if head is None else self.graphs.step(body, head)
+
+    def _level(self, plan: StepPlan) -> Level:
+        """Returns the level of the plan's head."""
+        lane_level = Level(int(self._levels[plan.lanes].max()))
+        return max(lane_level, *(hook.level(plan) for hook in self.sized.host_hooks))
 
     def _apply(self, step: Step) -> None:
         """Brings the device's state up to date."""
@@ -124,7 +146,9 @@ class StepRunner:
             if len(each.src)
         ]
         inputs = self._packed(step)
-        upload.put(self.state.inputs, [0], [len(inputs)], inputs)
+        if not np.array_equal(inputs[:-1], self._inputs):
+            upload.put(self.state.inputs, [0], [len(inputs)], inputs)
+            self._inputs = inputs[:-1]
         upload.send()
         # Blocks that leave the device are read before any block is written. Blocks that arrive on
         # the device are written last.
@@ -176,7 +200,8 @@ class StepRunner:
         """Returns a step's `BatchState.inputs`."""
         state, plan, rows = self.state, step.plan, step.plan.num_rows
         packed = state.idle_inputs()
-        lanes, query_start, logit_start, flags, *_ = state.split_inputs(packed)
+        lanes, query_start, logit_start, flags, *_, turn = state.split_inputs(packed)
+        turn[:] = self._turn
         lanes[:rows] = plan.lanes
         np.cumsum(plan.q_len, out=query_start[1 : rows + 1])
         query_start[rows + 1 :] = query_start[rows]
@@ -190,9 +215,8 @@ class StepRunner:
     def _launch_head(self, step: Step, *, wait: bool) -> None:
         """Launches the step's head, unless it runs op by op and host inputs are missing."""
         plan, logit_rows, gate = step.plan, int(step.logit_start[-1]), self.sized.gate
-        if logit_rows:
-            lane_level = Level(int(self._levels[plan.lanes].max()))
-            level = max(lane_level, *(hook.level(plan) for hook in self.sized.host_hooks))
+        if logit_rows and not step.whole:
+            level = self._level(plan)
             captured = None if self.graphs is None else self.graphs.head(logit_rows, level)
             # Within a captured head the device waits for inputs. Op by op it cannot wait, because
             # the first launch of a kernel waits for the device.
@@ -206,7 +230,8 @@ class StepRunner:
                 self.graphs.replay(captured)
             else:
                 self.program.head(HeadShape(logit_rows, level))
-            step.send("results", self.state.results[: plan.num_rows])
+        if logit_rows:
+            step.lines = self._lines[self._turn]
         for hook in self.sized.host_hooks:
             hook.launched(step)
         step.launched()

@@ -185,6 +185,12 @@ class Feature:
         """Called when a request has ended, or when any feature has refused it. No call about the
         request follows."""
 
+    # -- other weights -------------------------------------------------------------------------
+
+    def weights_changed(self) -> None:
+        """Called before the first step with other weights is planned. KV of earlier steps is of no
+        use to later requests: their namespaces differ."""
+
     # -- prefixes that leave the cache ---------------------------------------------------------
 
     def evict(self, blocks: Sequence[Evicted]) -> None:
@@ -243,7 +249,7 @@ class PlanBuilder:
         return self._plan.writes
 
     def gate(self, rows: Sequence[int]) -> None:
-        """Makes the head wait for these rows' inputs (`Executor.submit_inputs`)."""
+        """Makes the head wait for these rows' inputs (`Executor.host_inputs`)."""
         # Steady steps share the array of flags, so it is replaced, not changed.
         flags = self._plan.flags.copy()
         flags[list(rows)] |= int(RowFlag.GATED)
@@ -384,6 +390,10 @@ class FeatureSet:
     def forget(self) -> None:
         for forget in self._calls["forget"]:
             forget()
+
+    def weights_changed(self) -> None:
+        for weights_changed in self._calls["weights_changed"]:
+            weights_changed()
 
     def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
         for late in self._calls["late"]:

@@ -23,6 +23,7 @@ class RequestProgress:
         prompt_logprobs: this row's entries, or None.
         pooled: float32 [width], the prompt as a vector, or None.
         stop_token: the token that ended the request, or None.
+        version: version of the weights that gave the new tokens.
     """
 
     request: Request
@@ -32,6 +33,7 @@ class RequestProgress:
     prompt_logprobs: Logprobs | None = None
     pooled: Float32 | None = None
     stop_token: int | None = None
+    version: int = 0
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class StepProgress:
         logprobs: the device's log-probabilities of the plan's rows.
         prompt_logprobs: the device's log-probabilities of prompt tokens, for the plan's rows.
         pooled: the device's vectors of the plan's rows.
+        version: version of the weights that the step computed with: number of their updates.
     """
 
     step_id: int
@@ -66,6 +69,7 @@ class StepProgress:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     pooled: Pooled | None = None
+    version: int = 0
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -96,6 +100,7 @@ class StepProgress:
             prompt_logprobs=_part(self.prompt_logprobs, prompt_span),
             pooled=None if self.pooled is None else _vector(self.pooled, int(self.rows[i])),
             stop_token=int(new[-1]) if stopped else None,
+            version=self.version,
         )
 
 

@@ -97,9 +97,10 @@ class RunningSet:
         request, lane = chunk.request, chunk.request.lane
         request.planned = chunk.start + chunk.length
         self._blocks.insert(int32([lane]), self.lanes.tokens, int32([request.planned]), ahead=True)
-        self._blocks.compute(
-            lane, self.lanes.tokens[lane], chunk.start, request.planned, request.known
-        )
+        if not request.mixed:
+            self._blocks.compute(
+                lane, self.lanes.tokens[lane], chunk.start, request.planned, request.known
+            )
         if chunk.ends_prompt:
             request.generating = True
             self.lanes.prompt_step[lane] = step_id

@@ -65,6 +65,9 @@ class Scheduler:
         delays: notes what delays each request.
         last_step: the last step that was planned, or None.
         last_prompt_step: the last step that computed a part of any prompt, or None.
+        paused: whether steps have no rows. Requests are accepted, and keep their lanes.
+        version: number of updates of the weights (`change_weights`).
+        weights: id of the last update, "" before the first.
 
     Raises:
         ConfigError: a feature proposes drafts but the executor verifies none, or the executor
@@ -108,6 +111,9 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self.last_step: StepInFlight | None = None
         self.last_prompt_step: StepInFlight | None = None
+        self.paused = False
+        self.version = self._read_version = 0
+        self.weights = ""
         self._frees: list[int] = []
         self._detached: dict[str, DetachedBlocks] = {}
         self._blocked_head: Request | None = None
@@ -148,6 +154,7 @@ class Scheduler:
                 param="request_id",
                 code="duplicate_request_id",
             )
+        request.weights = self.weights
         self._order.check(request)
         self._admission.check(request)
         if request.leader is None:
@@ -182,6 +189,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         del self._requests[request.request_id]
+        request.end_version(self._read_version)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self.delays.enter(request, "")
@@ -189,14 +197,53 @@ class Scheduler:
         self._features.finish(request)
         self._waiting.wake_siblings(request)
 
+    def change_weights(self, weights: str, *, retract: bool) -> None:
+        """Records that all steps from the next one on compute with other weights.
+
+        Nothing is evicted: KV of earlier steps has another namespace.
+
+        Args:
+            weights: random id of the update.
+            retract: whether running requests start over, and compute their tokens again. Otherwise
+                they go on from the KV that they have. A request whose last row was late starts over
+                in any case, because its hidden state is from the weights before.
+        """
+        self._features.weights_changed()
+        for _, _, request in list(self._running.entries):
+            if retract or self._lanes.held[request.lane]:
+                self._start_over(request)
+            else:
+                request.mixed = True
+                self.blocks.close(int32([request.lane]))
+        self.version += 1
+        self.weights = weights
+        for request in self._requests.values():
+            if request.status is not RequestStatus.RUNNING:
+                request.weights = weights
+
+    def retract(self) -> None:
+        """Makes all running requests start over. They keep their tokens, and give up their KV."""
+        for _, _, request in list(self._running.entries):
+            self._start_over(request)
+
+    def _start_over(self, request: Request) -> None:
+        """Preempts a request whose KV is of no more use. That does not count as a preemption."""
+        before = request.num_preemptions
+        request.mixed = True
+        self._preempt(request)
+        request.num_preemptions = max(1, before)
+        self._preemptions -= 1
+
     def _preempt(self, request: Request) -> None:
         """Puts a running request back into the queue.
 
         When it runs again, its tokens come from the prefix tree or from a feature, or are computed
         again.
         """
-        self._swapped += self._features.preempt(request)
+        if not request.mixed:
+            self._swapped += self._features.preempt(request)
         self._release([request], ended=False)
+        request.weights, request.mixed = self.weights, False
         request.num_preemptions += 1
         request.planned = request.computed = 0
         self._preemptions += 1
@@ -210,7 +257,8 @@ class Scheduler:
             valid = request.computed if request.generating else request.planned
             # The recurrent state of a held lane is one position further.
             exact = valid == request.planned and not self._lanes.held[request.lane]
-            detached = self.blocks.detach(request.lane, request.tokens.view(), valid, exact=exact)
+            tokens = None if request.mixed else request.tokens.view()
+            detached = self.blocks.detach(request.lane, tokens, valid, exact=exact)
             if self._features.release(request) and ended:
                 self._detached[request.request_id] = detached
             else:
@@ -238,6 +286,10 @@ class Scheduler:
         for leader in self._prompts_planned:
             self._waiting.wake_siblings(leader)
         self._prompts_planned = []
+        if self.paused:
+            if self._features.pending(not self._in_flight):
+                return self._launch(DecodeRows.empty(), [], [])
+            return None
         victim = self._order.victim_for(
             self._running.entries, self._lanes.has_free, self._blocked_head
         )
@@ -346,6 +398,7 @@ class Scheduler:
     ) -> StepPlan:
         self._running.launched(rows, self._step_id)
         step = StepInFlight.join(self._step_id, rows, chunks)
+        step.version = self.version
         plan = StepPlan(
             step_id=self._step_id,
             lanes=step.lanes,
@@ -377,6 +430,7 @@ class Scheduler:
         if step.step_id != result.step_id:
             raise RuntimeError(f"result of step {result.step_id} came before {step.step_id}'s")
         self._features.transferred(result)
+        self._read_version_of(step)
         tokens, n, stop = result.tokens, result.n_tokens, result.stop_reason
         rows = np.arange(len(n), dtype=np.int32)
         live = self._lanes.lane_epoch[step.lanes] == step.lane_epoch
@@ -406,6 +460,8 @@ class Scheduler:
         finished = self._end(step, stop, cut)
         for i in cut:
             self._preempt(step.requests[i])
+        if any_late and step.version != self.version:
+            self._drop_hidden_states(step, np.flatnonzero(late))
         return StepProgress(
             step_id=step.step_id,
             requests=step.requests,
@@ -419,7 +475,22 @@ class Scheduler:
             logprobs=result.logprobs,
             prompt_logprobs=result.prompt_logprobs,
             pooled=result.pooled,
+            version=step.version,
         )
+
+    def _read_version_of(self, step: StepInFlight) -> None:
+        """Notes the version of the weights that gave a step's tokens, before they are added."""
+        if step.version != self._read_version:
+            for request in self._requests.values():
+                request.end_version(self._read_version)
+            self._read_version = step.version
+
+    def _drop_hidden_states(self, step: StepInFlight, rows: Index) -> None:
+        """Makes requests start over whose hidden states, kept for late rows, are from weights that
+        have changed since."""
+        for row in rows.tolist():
+            if step.requests[row].status is RequestStatus.RUNNING:
+                self._start_over(step.requests[row])
 
     def _dropped(self, step: StepInFlight, late: Index) -> tuple[Int32, Int32, Int32]:
         """Counts rows that were late.

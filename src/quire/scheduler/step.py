@@ -136,6 +136,7 @@ class StepInFlight:
         num_generating: number of rows of generating requests.
         drafts: whether any row verifies draft tokens.
         chunks: the prompts' rows.
+        version: number of updates of the weights before the step.
     """
 
     step_id: int
@@ -148,6 +149,7 @@ class StepInFlight:
     num_generating: int
     drafts: bool
     chunks: list[PrefillChunk]
+    version: int = 0
 
     @classmethod
     def join(cls, step_id: int, rows: DecodeRows, chunks: list[PrefillChunk]) -> StepInFlight:
@@ -188,6 +190,7 @@ class StepInFlight:
             generating,
             self.drafts,
             [self.chunks[i - self.num_generating] for i in rows[generating:].tolist()],
+            self.version,
         )
 
 

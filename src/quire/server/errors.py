@@ -20,6 +20,7 @@ from quire.errors import (
     PeerMismatchError,
     QuireError,
     RequestError,
+    WeightsError,
 )
 
 logger = logging.getLogger("quire.server")
@@ -123,6 +124,11 @@ def asleep_error() -> ApiError:
     )
 
 
+def unready_error(code: str, reason: str) -> ApiError:
+    """Returns the error for an engine that lives but takes no requests for now."""
+    return ApiError(503, reason, code=code, retry_after=_RETRY_SECONDS)
+
+
 def engine_dead_error(end: str = "") -> ApiError:
     """Returns the error for a dead engine.
 
@@ -195,6 +201,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, str(error), code="grammars_busy", retry_after=_RETRY_SECONDS)
     if isinstance(error, BrokenLogitsError):
         return ApiError(500, str(error), code="broken_logits", retry=False)
+    if isinstance(error, WeightsError):
+        return ApiError(503, str(error), code="weights_incomplete")
     if isinstance(error, EngineDeadError):
         return engine_dead_error()
     if isinstance(error, PeerMismatchError):

@@ -21,7 +21,7 @@ from starlette.requests import HTTPConnection
 from quire import __version__
 from quire.engine.processes import stuck_limit
 from quire.errors import ConfigError, EngineDeadError, RequestError
-from quire.features.call import NamedModels, RequestField
+from quire.features.call import UNREADY, NamedModels, RequestField
 from quire.features.registry import installed_features
 from quire.features.spec import resolve
 from quire.server.args import ServerArgs
@@ -35,6 +35,7 @@ from quire.server.errors import (
     overloaded_error,
     stopping_error,
     stuck_error,
+    unready_error,
 )
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.telemetry.metrics import ServerMetrics
@@ -196,13 +197,17 @@ class ServerState:
         """Checks that there is an engine.
 
         Raises:
-            ApiError: 503, it sleeps.
+            ApiError: 503, it sleeps, or a feature reports that it takes no requests.
             EngineDeadError: it is dead.
         """
         if self.client.asleep:
             raise asleep_error()
         if not self.client.alive:
             raise EngineDeadError("the engine has stopped")
+        for engine in self.client.replicas:
+            code, reason = engine.news(UNREADY)
+            if code:
+                raise unready_error(code, reason)
 
     def check_health(self) -> None:
         """Checks that the engine is alive or asleep.

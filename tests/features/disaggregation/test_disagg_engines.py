@@ -82,9 +82,17 @@ class LocalPeer:
         self.asked: queue.SimpleQueue[tuple[PromptRequest, Future[Grant]]] = queue.SimpleQueue()
         self.epoch = ""
 
-    def ask(self, tokens: list[int], first: int, salt: str, traceparent: str = "") -> Grant:
+    def ask(
+        self,
+        tokens: list[int],
+        first: int,
+        salt: str,
+        traceparent: str = "",
+        weights: str = "",
+    ) -> Grant:
         answer: Future[Grant] = Future()
-        self.asked.put((PromptRequest(tokens, first, "reader", self.epoch, salt, True), answer))
+        asked = PromptRequest(tokens, first, "reader", self.epoch, salt, True, weights)
+        self.asked.put((asked, answer))
         return answer.result(60)
 
     def failed(self, outcome: str) -> None:
@@ -386,3 +394,24 @@ def test_a_server_without_peers_has_no_peer_settings() -> None:
     assert both is not None
     read = disagg_loop.read_settings(both)
     assert (read.grants, read.asks, read.peer_key) == (True, True, "key")
+
+
+def test_weights_of_the_same_update(folders: dict[str, Path], make: Any) -> None:
+    pair = make(folders["full"])
+    for core in (pair.writer, pair.reader):
+        core.scheduler.change_weights("a" * 32, retract=False)
+    check(pair, alone(folders["full"]))
+
+
+def test_weights_of_different_updates(folders: dict[str, Path], make: Any) -> None:
+    core = make(folders["full"]).writer
+    asked = PromptRequest([1] * SIZE, 0, "reader", "", weights="a" * 32)
+    with pytest.raises(PeerMismatchError, match="update both with one id"):
+        core.call(GRANT, GrantRequest(_of_now(asked, loop_of(core))))
+    # Grants from before an update end with it.
+    asked = msgspec.structs.replace(asked, weights="")
+    core.call(GRANT, GrantRequest(_of_now(asked, loop_of(core))))
+    core.scheduler.change_weights("a" * 32, retract=False)
+    while core.has_work():
+        core.step()
+    assert core.stats().disagg.grants == {"refused": 1}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from quire import LLM, SamplingParams
-from quire.arrays import Int32
 from quire.engine.loop.core import EngineCore
 from quire.features.speculation.verifier import Verifier
 from quire.features.structured_output.compiler import Cache
@@ -63,28 +62,24 @@ class Deadlines:
     def __init__(self) -> None:
         self.random = random.Random(0)
         self.share = 0.0
-        self._withheld: list[tuple[InputMemory, int, Int32]] = []
+        self._withheld: list[tuple[InputMemory, int, int]] = []
         self._lock = threading.Lock()
         self._missing, self._put = Mask.inputs_missing, InputMemory.put
         self._built = GrammarFeature._built
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(InputMemory, "put", self._as_method(self.put))
+        patch.setattr(InputMemory, "put", lambda inputs, *args: self.put(inputs, *args))
         patch.setattr(
             Mask, "inputs_missing", lambda hook, plan, wait: self.missing(hook, plan, wait)
         )
         patch.setattr(GrammarFeature, "_built", lambda feature, lane: self.built(feature, lane))
 
-    @staticmethod
-    def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **named: function(*args, **named)
-
-    def put(self, inputs: InputMemory, step_id: int, lanes: Int32) -> None:
+    def put(self, inputs: InputMemory, step_id: int, lane: int) -> None:
         with self._lock:
             if self.random.random() < self.share:
-                self._withheld.append((inputs, step_id, lanes))
+                self._withheld.append((inputs, step_id, lane))
                 return
-        self._put(inputs, step_id, lanes)
+        self._put(inputs, step_id, lane)
 
     def missing(self, hook: Mask, plan: StepPlan, wait: bool) -> bool:
         if plan.gated and self.random.random() < self.share:
@@ -102,8 +97,8 @@ class Deadlines:
     def _release(self) -> None:
         with self._lock:
             withheld, self._withheld = self._withheld, []
-        for inputs, step_id, lanes in withheld:
-            self._put(inputs, step_id, lanes)
+        for inputs, step_id, lane in withheld:
+            self._put(inputs, step_id, lane)
 
 
 DEADLINES = Deadlines()

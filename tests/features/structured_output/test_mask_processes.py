@@ -81,7 +81,7 @@ def test_the_same_texts(llm: LLM, expected: list[list[list[int]]]) -> None:
 
 
 def test_a_process_that_ends(llm: LLM, expected: list[list[list[int]]]) -> None:
-    """Its requests fail, others end as they would, and the next ones have another process."""
+    """Fails its requests. Others end as they would, and the next ones have another process."""
     texts(llm)
     core, before = llm._core, pids(llm)
     requests = []

@@ -146,6 +146,9 @@ class EngineCore:
             answer = feature.calls().get(call)
             if answer is not None:
                 return answer(self, request)
+        for entry in [each for each in self._requested if each.takes(call)]:
+            self._open(entry)
+            return self.call(call, request)
         raise call.refuse()
 
     def give(self, request_id: str, field: RequestField[Any], value: Any) -> None:
@@ -181,12 +184,16 @@ class EngineCore:
     def _turn_on(self, params: SamplingParams, options: RequestOptions) -> None:
         """Turns on the features that a request asks for, if they are still off."""
         for entry in [each for each in self._requested if each.requested(params, options)]:
-            loop_feature = entry.open()
-            feature = loop_feature.start(self._executor, self.capacity)
-            if feature is not None:
-                self.scheduler.add_feature(feature)
-                self._loop_features.append(loop_feature)
-            self._requested.remove(entry)
+            self._open(entry)
+
+    def _open(self, entry: RequestedFeature) -> None:
+        """Turns on a feature."""
+        self._requested.remove(entry)
+        loop_feature = entry.open()
+        feature = loop_feature.start(self._executor, self.capacity)
+        if feature is not None:
+            self.scheduler.add_feature(feature)
+            self._loop_features.append(loop_feature)
 
     def _check_alive(self) -> None:
         if self.failed:
@@ -263,7 +270,8 @@ class EngineCore:
             for request_id in woken:
                 self.scheduler.wake(request_id)
             for request, error in failed:
-                if self.scheduler.abort(request.request_id, FinishReason.ERROR) is not None:
+                reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+                if self.scheduler.abort(request.request_id, reason) is not None:
                     self._failures.append((request, error))
                     self._forget_ended(request.request_id.rpartition("/")[0])
 

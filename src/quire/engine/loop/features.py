@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineArgs, EngineConfig
-from quire.features.call import PromptReader, RequestCheck
+from quire.features.call import CallType, PromptReader, RequestCheck
 from quire.features.registry import installed_features
 from quire.features.spec import FeatureSpec, resolve
 
@@ -95,6 +95,16 @@ def keyword_options(core: Any, count: int, **given: Any) -> list[RequestOptions]
     return options
 
 
+def takes_call(spec: FeatureSpec, call: CallType[Any, Any]) -> bool:
+    """Returns whether a feature takes a call."""
+    return bool(spec.calls) and call in resolve(spec.calls)
+
+
+def method_of_feature(name: str) -> Any:
+    """Returns the function with which a feature carries out a method of `LLM`."""
+    return next(resolve(spec.methods[name]) for spec in all_features() if name in spec.methods)
+
+
 def open_loop(spec: FeatureSpec, config: EngineConfig) -> LoopFeature:
     """Makes a feature's part of the engine's loop and of the scheduler."""
     made: LoopFeature = resolve(spec.loop)(config)
@@ -108,5 +118,5 @@ def hooks_of(specs: list[FeatureSpec], config: EngineConfig) -> list[Hook]:
 
 def earlier_hooks(config: EngineConfig) -> list[Hook]:
     """Returns the features' hooks for a worker in a pipeline stage before the last."""
-    places = [spec.earlier_hook for spec in enabled_features(config.args)]
+    places = [spec.earlier_hook for spec in features_at_start(config, complete=True)]
     return [resolve(place)(config) for place in places if place]

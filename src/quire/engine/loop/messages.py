@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from quire import errors
-from quire.arrays import Float32, Int32, decode_array, encode_array
+from quire.arrays import Float32, Int32, decode_array, encode_array, int32
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.features.call import shown_text
@@ -167,6 +167,7 @@ class StepOutputs(msgspec.Struct, tag=True):
         handles, counts: int32 [completions].
         tokens: int32 [sum of counts].
         logprobs, prompt_logprobs, pooled: pairs of handle and value.
+        version: version of the weights that gave the tokens.
     """
 
     handles: Int32
@@ -177,6 +178,13 @@ class StepOutputs(msgspec.Struct, tag=True):
     logprobs: list[tuple[int, Logprobs]] = []
     prompt_logprobs: list[tuple[int, Logprobs]] = []
     pooled: list[tuple[int, Float32]] = []
+    version: int = 0
+
+
+def aborted(handle: int) -> StepOutputs:
+    """Returns the message that ends a completion, which keeps its tokens so far."""
+    nobody = int32([])
+    return StepOutputs(nobody, nobody, nobody, ends=[CompletionEnd(handle, "abort", None)])
 
 
 class CallAnswer(msgspec.Struct, tag=True):

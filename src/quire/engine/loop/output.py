@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.outputs import Logprob
+from quire.outputs import Logprob, VersionRun
 from quire.plan import Logprobs
 from quire.sampling_params import SamplingParams
 from quire.text.detokenizer import Detokenizer, StopMatcher
@@ -24,6 +24,7 @@ class CompletionUpdate:
         finish_reason, stop_reason: None until the completion ends.
         prompt_token_ids, prompt_logprobs, num_cached_tokens: set in the request's first update.
         queued: seconds until the request's first step; set in the first update.
+        versions: the versions of the weights that gave the tokens.
         delays: the completion's `RequestTimes.delays` so far; set in its first and last update, but
             empty in the last one if a stop string ends it.
     """
@@ -38,7 +39,21 @@ class CompletionUpdate:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     queued: float = 0.0
+    versions: list[VersionRun] = field(default_factory=list)
     delays: dict[str, float] = field(default_factory=dict)
+
+
+def cut_runs(runs: Sequence[VersionRun], tokens: int) -> list[VersionRun]:
+    """Returns the runs of the first `tokens` tokens. Neighbours of one version are joined."""
+    found: list[VersionRun] = []
+    for version, count in runs:
+        taken = min(count, tokens)
+        tokens -= taken
+        if taken and found and found[-1][0] == version:
+            found[-1] = version, found[-1][1] + taken
+        elif taken:
+            found.append((version, taken))
+    return found
 
 
 class CompletionReader:
@@ -85,12 +100,14 @@ class CompletionReader:
         logprobs: Sequence[Logprobs] = (),
         finish_reason: str | None = None,
         stop_token: int | None = None,
+        versions: Sequence[VersionRun] = (),
     ) -> CompletionUpdate:
         """Returns the update for `tokens`. A stop token is in its token ids, but not in its text.
 
         Args:
             finish_reason: why the engine ended the completion; None: it has not ended.
             stop_token: the stop token that ended it.
+            versions: versions of the weights that gave the tokens; () for version 0.
         """
         update = CompletionUpdate(self.index)
         if self._params.logprobs is not None:
@@ -115,6 +132,7 @@ class CompletionReader:
                 update.stop_reason = stop_token
         if update.logprobs is not None:
             update.logprobs = update.logprobs[: len(update.token_ids)]
+        update.versions = cut_runs(versions or [(0, len(tokens))], len(update.token_ids))
         update.text = "".join(texts)
         self.finished = update.finish_reason is not None
         return update

@@ -265,7 +265,9 @@ class EngineClient:
                 reader = readers[index]
                 if reader.finished:
                     continue
-                update = reader.feed(delta.tokens, delta.logprobs, delta.reason, delta.stop_token)
+                update = reader.feed(
+                    delta.tokens, delta.logprobs, delta.reason, delta.stop_token, delta.versions
+                )
                 update.delays = delta.delays
                 if first:
                     first = False

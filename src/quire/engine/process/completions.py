@@ -136,6 +136,7 @@ class CompletionTable:
                 for i in np.flatnonzero(~self._reported[lanes]).tolist()
             ],
             ends=[self._ended(progress, place) for place in progress.finished if own[place]],
+            version=progress.version,
         )
         self._reported[lanes] = True
         for name, parts in extras.items():

@@ -42,6 +42,7 @@ from quire.engine.loop.messages import (
     Shutdown,
     Start,
     ToEngine,
+    aborted,
     decode_to_engine,
     encode,
 )
@@ -288,6 +289,7 @@ class EngineProcess:
                 self._send_news()
                 self._send(client, CallAnswer(call, encode_body(answer.result())))
             else:
+                self._send_news()
                 self._send(client, CallFailed(call, Failure.of(error)))
 
     def _send_news(self) -> None:
@@ -309,8 +311,12 @@ class EngineProcess:
             completion = self.completions.end(request)
             if completion is None:
                 continue
-            refusal = RequestRefused(completion.handle, Failure.of(error))
-            self._send(completion.client, refusal)
+            message: FromEngine
+            if error is None:
+                message = aborted(completion.handle)
+            else:
+                message = RequestRefused(completion.handle, Failure.of(error))
+            self._send(completion.client, message)
         if progress is not None:
             for client, message in self.completions.outputs(progress, self._clients):
                 self._send(client, message)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from quire.arrays import Float32
 from quire.engine.loop.messages import StepOutputs
 from quire.errors import QuireError
+from quire.outputs import VersionRun
 from quire.plan import Logprobs
 
 
@@ -41,6 +42,7 @@ class TokenDelta:
         queued: seconds until the request's first step, with the first tokens only.
         delays: see `RequestTimes`; with the first tokens and at the end only.
         pooled: float32 [hidden size], for a request for an embedding.
+        versions: versions of the weights that gave the tokens; empty for version 0.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -51,6 +53,15 @@ class TokenDelta:
     queued: float = 0.0
     delays: dict[str, float] = field(default_factory=dict)
     pooled: Float32 | None = None
+    versions: list[VersionRun] = field(default_factory=list)
+
+    def add(self, tokens: list[int], version: int) -> None:
+        """Adds tokens that a version of the weights gave."""
+        if version:
+            if self.tokens and not self.versions:
+                self.versions.append((0, len(self.tokens)))
+            self.versions.append((version, len(tokens)))
+        self.tokens += tokens
 
 
 class RequestStream:
@@ -138,7 +149,7 @@ class StreamRouter:
         for handle, count in zip(message.handles.tolist(), message.counts.tolist(), strict=True):
             delta = self._delta(handle)
             if delta is not None:
-                delta.tokens += tokens[at : at + count]
+                delta.add(tokens[at : at + count], message.version)
             at += count
         for handle, part in message.logprobs:
             if (delta := self._delta(handle)) is not None:

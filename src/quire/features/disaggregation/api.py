@@ -60,6 +60,7 @@ class PrefillBody(StrictModel):
     reader: str = Field(max_length=64)
     epoch: str = Field(max_length=64)
     cache_salt: str = Field(default="", max_length=1024)
+    weights: str = Field(default="", max_length=64)
     layers: bool = False
 
 

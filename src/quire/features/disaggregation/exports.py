@@ -196,7 +196,7 @@ class Exports:
             return
         computed = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if computed:
-            export.held = self._loader.hold((0, export.salt), export.tokens)
+            export.held = self._loader.hold(request.namespace, export.tokens)
         now = self._clock()
         export.computed, export.deadline = now - export.granted, now + self._lease
         if export.held is None:
@@ -538,6 +538,13 @@ class Exports:
         if export.link is None and (export.finished or export.request is None):
             export.ended = True
             del self._by_name[export.grant.name]
+
+    def forget(self) -> None:
+        """Refuses all grants, because the weights change."""
+        for export in list(self._by_name.values()):
+            if not export.closed:
+                status = 409, "the weights were updated after the grant"
+                self._refuse(export, status, "refused")
 
     def stop(self) -> None:
         """Closes all grants."""

@@ -108,6 +108,11 @@ class DisaggFeature(Feature):
         if self._fetches is not None:
             self._fetches.forget()
 
+    def weights_changed(self) -> None:
+        for part in (self._exports, self._fetches):
+            if part is not None:
+                part.forget()
+
 
 class DisaggLoop(LoopFeature):
     """Opens the exports and fetches that the settings ask for, and answers peers' calls."""
@@ -292,6 +297,11 @@ class DisaggLoop(LoopFeature):
         """Adds a request that computes a prompt. The reader takes its blocks, not its tokens."""
         asked, exports = request.asked, self._own_exports
         self._check_prompt(asked)
+        if asked.weights != engine.scheduler.weights:
+            raise PeerMismatchError(
+                f"the reader's weights are of the update {asked.weights or 'none'!r}, this "
+                f"engine's of {engine.scheduler.weights or 'none'!r}: update both with one id"
+            )
         tokens = int32(asked.tokens)
         grant = exports.grant(
             tokens, asked.first, asked.cache_salt, asked.reader, layers=asked.layers

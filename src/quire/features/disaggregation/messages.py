@@ -88,6 +88,7 @@ class PromptRequest(msgspec.Struct, frozen=True):
         cache_salt: See `Request`.
         layers: Whether the reader can read the answering engine's clock. If so, it also gets
             blocks before all of their layers are written.
+        weights: Id of the reader's weights, "" before their first update.
     """
 
     tokens: list[int]
@@ -96,6 +97,7 @@ class PromptRequest(msgspec.Struct, frozen=True):
     epoch: str
     cache_salt: str = ""
     layers: bool = False
+    weights: str = ""
 
 
 class Grant(msgspec.Struct, frozen=True):

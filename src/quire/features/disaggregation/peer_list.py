@@ -82,7 +82,14 @@ class Peer:
         """Pauses requests to the peer for a while."""
         self._not_before = time.monotonic() + _PAUSES.get(outcome, 0.0)
 
-    def ask(self, tokens: Sequence[int], first: int, salt: str, traceparent: str = "") -> Grant:
+    def ask(
+        self,
+        tokens: Sequence[int],
+        first: int,
+        salt: str,
+        traceparent: str = "",
+        weights: str = "",
+    ) -> Grant:
         """Asks the peer to compute a prompt. Raises PeerError.
 
         Args:
@@ -90,13 +97,14 @@ class Peer:
             first: number of leading blocks that this engine has.
             salt: the request's `cache_salt`.
             traceparent: context of the request's trace; "" without a trace.
+            weights: id of this engine's weights. A peer with others refuses.
         """
         with self._lock:
             if self._refusal is not None and not self.up:
                 # Another thread has just had this failure. A new handshake would only wait again.
                 raise PeerError(*self._refusal)
             epoch = self._epoch or self._shake_hands()
-        request = PromptRequest(list(tokens), first, self.reader, epoch, salt, self.layers)
+        request = PromptRequest(list(tokens), first, self.reader, epoch, salt, self.layers, weights)
         try:
             return self._post("/kv/prefill", request, Grant, traceparent)
         except PeerError as error:

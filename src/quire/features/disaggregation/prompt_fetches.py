@@ -69,6 +69,8 @@ class PullOrder:
         name: The request's name in the log.
         tokens: int32 [whole blocks].
         first: Number of leading blocks that this engine has.
+        salt: The request's `cache_salt`.
+        weights: Id of this engine's weights.
         peer: The only peer to ask; None: any.
         traceparent: Header of the request's trace; "": it has no trace.
     """
@@ -77,6 +79,7 @@ class PullOrder:
     tokens: Int32
     first: int
     salt: str
+    weights: str = ""
     peer: str | None = None
     traceparent: str = ""
 
@@ -249,7 +252,8 @@ class Fetches:
         loading = self._loader.begin(request.namespace, match, prefix, request.known)
         if loading is None:
             return False  # The request has no room to start either, so this is called again.
-        order = PullOrder(name, prefix, match.whole, request.cache_salt, peer, traceparent)
+        salt, weights = request.cache_salt, request.weights
+        order = PullOrder(name, prefix, match.whole, salt, weights, peer, traceparent)
         fetch = Fetch(name, loading, self._puller.start(order), [set() for _ in loading.blocks])
         self._by_pull[fetch.pull] = fetch
         self._by_request[name] = fetch
@@ -263,7 +267,7 @@ class Fetches:
             self._drop(fetch)
 
     def forget(self) -> None:
-        """Cancels all fetches, because the prefix cache is being cleared."""
+        """Cancels all fetches, because the prefix cache is being cleared, or the weights change."""
         for fetch in list(self._by_pull.values()):
             self._drop(fetch)
 

@@ -157,7 +157,9 @@ class PeerPull:
             peer.pulls += 1
             try:
                 order = self._order
-                grant = peer.ask(order.tokens.tolist(), order.first, order.salt, order.traceparent)
+                grant = peer.ask(
+                    order.tokens.tolist(), order.first, order.salt, order.traceparent, order.weights
+                )
                 self._asked = time.monotonic() - begun
                 return self._redeem(peer, grant)
             except PeerError as error:

@@ -51,18 +51,17 @@ class ImageInputs(PromptInputs):
     Attributes:
         images: in the order of their places.
         starts: position of each image's first token.
-        vocab_size: ids of images begin here.
+        ids: the ids of each image's positions in the KV cache.
     """
 
     images: Sequence[LoadedImage]
     starts: Sequence[int]
-    vocab_size: int
+    ids: Sequence[Int32]
 
     def cache_ids(self, ids: Int32) -> Int32:
         known = int32(ids).copy()
-        for image, start in zip(self.images, self.starts, strict=True):
-            count = image.grid.tokens
-            known[start : start + count] = image_ids(image.digest, count, self.vocab_size)
+        for start, own in zip(self.starts, self.ids, strict=True):
+            known[start : start + len(own)] = own
         return known
 
     def fields(self, ids: Int32) -> Mapping[RequestField[Any], Any]:
@@ -100,4 +99,5 @@ def place_images(
     counts = np.ones(len(ids), dtype=np.int64)
     counts[found] = [image.grid.tokens for image in images]
     starts = np.cumsum(counts) - counts
-    return int32(np.repeat(ids, counts)), ImageInputs(images, starts[found].tolist(), vocab_size)
+    own = [image_ids(image.digest, image.grid.tokens, vocab_size) for image in images]
+    return int32(np.repeat(ids, counts)), ImageInputs(images, starts[found].tolist(), own)

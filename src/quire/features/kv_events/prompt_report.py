@@ -26,16 +26,19 @@ _MOST_HASHES = 64
 _MOST_TOKENS = 1 << 40
 
 
-def encode_report(tokens: Sequence[int] | Int32, salt: str, block_size: int) -> bytes:
+def encode_report(
+    tokens: Sequence[int] | Int32, salt: str, block_size: int, weights: str = ""
+) -> bytes:
     """Returns the value of `PROMPT_HEADER` for a prompt without an adapter.
 
     Args:
         tokens: the ids by which the KV cache knows the prompt.
+        weights: id of the last update of the engine's weights.
     """
     packed = int32(tokens)
     blocks = len(packed) // block_size
     wanted = set(spread(blocks, _MOST_HASHES))
-    block_hash, found = root_hash((0, salt)), []
+    block_hash, found = root_hash((0, salt, weights) if weights else (0, salt)), []
     for index in range(blocks):
         piece = packed[index * block_size : (index + 1) * block_size]
         block_hash = next_hash(block_hash, piece.tobytes())

@@ -14,6 +14,7 @@ import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
+from quire.cache.block_hash import Namespace
 from quire.cache.continuation import continuation
 from quire.features.speculation.draft_count import Flags
 from quire.features.speculation.settings import NONE, TREE, SpeculationSettings, lookup_kind
@@ -203,7 +204,7 @@ class TextSource:
         self._width = width
         self._vocab_size = vocab_size
         self._texts: list[_Text | None] = [None] * lanes
-        self._recent: dict[tuple[int, str], RecentTexts] = {}
+        self._recent: dict[Namespace, RecentTexts] = {}
         self._tree: BlockManager | None = None
         self._next = 0
 
@@ -285,7 +286,7 @@ class TextSource:
         for lane, text in enumerate(self._texts):
             if text is not None and text.request is request:
                 self._texts[lane] = None
-        if not self._settings.lookup or not request.num_output_tokens:
+        if request.mixed or not self._settings.lookup or not request.num_output_tokens:
             return
         start = max(0, request.prompt_len - self._settings.lookup_max)
         recent = self._recent.pop(request.namespace, None)

@@ -25,6 +25,7 @@ class Verifier(ProgramHook):
     def __init__(self, settings: SpeculationSettings) -> None:
         self.drafts = settings.most
         self._simulated = settings.simulated
+        self.changes_tokens = settings.simulated is not None
 
     def bind(self, state: BatchState) -> None:
         self._state = state

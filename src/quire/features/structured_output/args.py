@@ -9,7 +9,7 @@ from quire.config import COUNT, SIZE, CoreArgs, FeatureArgs, Limit, setting
 from quire.errors import ConfigError
 
 MOST_PROCESSES = 64
-_MOST_BY_DEFAULT = 8
+_MOST_BY_DEFAULT = 12
 _SUBJECT = "API"
 _TIMEOUT = Limit(lambda seconds: 0.0 < seconds <= 3600.0, "in (0, 3600]")
 
@@ -37,8 +37,8 @@ class StructuredOutputArgs(FeatureArgs):
     )
     structured_outputs_processes: int | None = setting(
         None,
-        "Processes that build masks, each on one core; 0: a thread of the engine. Default: half of "
-        "the cores, at most 8; 0 on a CPU.",
+        "Processes that build masks, each on one core; 0: a thread of the engine. Default: three "
+        "quarters of the cores, at most 12; 0 on a CPU.",
         limit=Limit(lambda count: 0 <= count <= MOST_PROCESSES, f"from 0 to {MOST_PROCESSES}"),
         subject=_SUBJECT,
     )
@@ -70,4 +70,4 @@ def mask_processes(args: StructuredOutputArgs, device: str) -> int:
     if device == "cpu":
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(_MOST_BY_DEFAULT, (cores or 2) // 2))
+    return max(1, min(_MOST_BY_DEFAULT, 3 * (cores or 1) // 4))

@@ -33,6 +33,8 @@ class MaskChannel:
 
     def flush(self) -> None:
         """Sends what the socket takes."""
+        if not self._unsent:
+            return
         with self._lock:
             try:
                 while self._unsent:
@@ -48,8 +50,7 @@ class MaskChannel:
         Raises:
             EOFError: the other end is gone.
         """
-        if self._unsent:
-            self.flush()
+        self.flush()
         try:
             while True:
                 data = self.socket.recv(_CHUNK)

@@ -46,6 +46,7 @@ from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, TokenRules
 from quire.scheduler import Feature, PlanBuilder
 from quire.scheduler.lanes import Flags
+from quire.scheduler.step import Index
 
 _FOREVER = 2**31 - 1
 _KNOWN_GRAMMARS = 4096
@@ -96,11 +97,11 @@ def open_grammars(config: EngineConfig) -> LoopFeature:
     )
 
 
-class _LateRow(NamedTuple):
-    """A row that was late, and its step."""
+class _PlannedStep(NamedTuple):
+    """The rows of a step that have masks, int32 [rows, 5] as of `GatedRow`."""
 
     step_id: int
-    row: GatedRow
+    rows: Int32
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +113,7 @@ class _MaskedRequest:
         builder: Number of the builder of its masks.
         turn: See `Enter`.
         lane: Its lane, or -1.
-        last: The last step with a row of it.
-        late: Its last row, if that was late and it has not gone on.
+        late: The step of its last row, if that was late and it has not gone on; else -1.
         forced: Text that its grammar forces.
     """
 
@@ -122,8 +122,7 @@ class _MaskedRequest:
     builder: int
     turn: int = 0
     lane: int = -1
-    last: int = -1
-    late: _LateRow | None = None
+    late: int = -1
     forced: ForcedText = NO_TEXT
 
 
@@ -177,7 +176,11 @@ class GrammarFeature(Feature, LoopFeature):
         self._lanes: list[_MaskedRequest | None] = [None] * num_lanes
         self._gated = np.zeros(num_lanes, dtype=bool)
         self._turns = [0] * num_lanes
-        self._planned: deque[Rows] = deque()
+        self._row_keys, self._row_builders, self._epochs, self._last_steps = np.zeros(
+            (4, num_lanes), dtype=np.int32
+        )
+        """By lane: its request's key and builder, its late rows, and its last step."""
+        self._planned: deque[_PlannedStep] = deque()
         """The rows of steps in flight, oldest first."""
         self._drafts = 0
         self._forced_drafts = forced_drafts
@@ -355,22 +358,42 @@ class GrammarFeature(Feature, LoopFeature):
         if self._claims:
             self._claim(builder)
         samples = (builder.flags & RowFlag.SAMPLE) != 0
-        rows = np.flatnonzero(self._gated[builder.lanes] & samples).tolist()
+        rows = np.flatnonzero(self._gated[builder.lanes] & samples)
         if entered:
             requests = dict(zip(builder.lanes.tolist(), builder.requests, strict=True))
             for lane in entered:
                 self._enter(requests[lane], lane)
-        if rows:
-            # A HELD row's masks are there.
-            builder.gate([row for row in rows if not builder.flags[row] & RowFlag.HELD])
-            step = Rows(builder.step_id, [self._row(builder, row) for row in rows])
-            self._planned.append(step)
-            self._send_rows(step)
+        if len(rows):
+            held = (builder.flags[rows] & RowFlag.HELD) != 0
+            builder.gate(rows[~held].tolist())
+            self._plan_rows(builder, rows, held)
+
+    def _plan_rows(self, builder: PlanBuilder, rows: Index, held: Flags) -> None:
+        """Says to the builders which rows a step has. Masks of HELD rows are there."""
+        lanes = builder.lanes[rows]
+        prompt = (builder.flags[rows] & RowFlag.PROMPT) != 0
+        lines = np.where(prompt, 1, builder.q_len[rows])
+        columns = self._row_keys[lanes], rows, lines, self._epochs[lanes], held
+        step = _PlannedStep(builder.step_id, int32(np.column_stack(columns)))
+        self._planned.append(step)
+        self._last_steps[lanes] = builder.step_id
+        for lane in lanes[held].tolist() if self._held else ():
+            self._held.discard(lane)
+            if (masked := self._lanes[lane]) is not None:
+                self._inputs.copy_line(masked.late, builder.step_id, lane)
+                masked.late = -1
+        builders = self._row_builders[lanes]
+        for number in range(self._builders.count):
+            own = step.rows[builders == number]
+            if len(own):
+                self._builders.send(number, Rows.of(step.step_id, own))
 
     def _enter(self, request: Request, lane: int) -> None:
         masked = self._masked[request.request_id]
         self._lanes[lane] = masked
-        masked.last, masked.late, masked.forced = -1, None, NO_TEXT
+        masked.late, masked.forced = -1, NO_TEXT
+        self._row_keys[lane], self._row_builders[lane] = masked.key, masked.builder
+        self._last_steps[lane] = -1
         masked.lane, masked.turn = lane, self._turns[lane]
         self._turns[lane] += 1
         passed = int(self._inputs.turns[lane])
@@ -388,35 +411,12 @@ class GrammarFeature(Feature, LoopFeature):
         message = Enter(masked.key, request.lane, masked.turn, tail, request.known)
         self._builders.send(masked.builder, message)
 
-    def _row(self, builder: PlanBuilder, row: int) -> GatedRow:
-        flags, lane = int(builder.flags[row]), int(builder.lanes[row])
-        masked = self._lanes[lane]
-        if masked is None:
-            raise QuireError(f"lane {lane} has no request with masks")
-        held = bool(flags & RowFlag.HELD)
-        masked.last = builder.step_id
-        if held and masked.late is not None:
-            self._inputs.copy_line(masked.late.step_id, builder.step_id, lane)
-            self._held.discard(lane)
-            masked.late = None
-        lines = 1 if flags & RowFlag.PROMPT else int(builder.q_len[row])
-        return GatedRow(masked.key, row, lines, masked.request.lane_epoch, held)
-
-    def _send_rows(self, step: Rows) -> None:
-        parts: list[list[GatedRow]] = [[] for _ in self._loads]
-        for row in step.rows:
-            parts[self._by_key[row.key].builder].append(row)
-        for builder, rows in enumerate(parts):
-            if rows:
-                self._builders.send(builder, Rows(step.step_id, rows))
-
     def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
-        step = self._planned[0]
-        late = {row.key: row for row in step.rows}
+        self._epochs[lanes] += 1
         for lane in lanes.tolist():
             self._held.add(lane)
             if (masked := self._lanes[lane]) is not None:
-                masked.late = _LateRow(step.step_id, late[masked.key])
+                masked.late = self._planned[0].step_id
                 self._compile_late_rows += masked.request.request_id in self._compiling
 
     def inputs_ready(self, lanes: Int32) -> Flags:
@@ -424,8 +424,7 @@ class GrammarFeature(Feature, LoopFeature):
 
     def _built(self, lane: int) -> bool:
         masked = self._lanes[lane]
-        late = None if masked is None else masked.late
-        return late is None or bool(self._inputs.flags[lane] > late.step_id)
+        return masked is None or bool(self._inputs.flags[lane] > masked.late)
 
     def release(self, request: Request) -> bool:
         masked = self._masked.get(request.request_id)
@@ -434,12 +433,9 @@ class GrammarFeature(Feature, LoopFeature):
             self._lanes[request.lane] = None
             self._held.discard(request.lane)
             if masked is not None:
-                self._send_leave(masked)
+                self._builders.send(masked.builder, Leave(masked.key, masked.lane, masked.turn))
                 masked.lane = -1
         return False
-
-    def _send_leave(self, masked: _MaskedRequest) -> None:
-        self._builders.send(masked.builder, Leave(masked.key, masked.lane, masked.turn))
 
     def finish(self, request: Request) -> None:
         masked = self._masked.pop(request.request_id, None)
@@ -521,16 +517,14 @@ class GrammarFeature(Feature, LoopFeature):
         if masked.lane < 0:
             return
         self._send_text(masked)
-        if masked.late is not None:
+        if masked.late >= 0:
             # Its result is known: it gave no token.
-            row = msgspec.structs.replace(masked.late.row, index=-1, held=False)
-            self._builders.send(masked.builder, Rows(masked.late.step_id, [row]))
-        for step in self._planned:
-            for row in step.rows:
-                if row.key == masked.key:
-                    built = bool(self._inputs.flags[masked.lane] > step.step_id)
-                    row = msgspec.structs.replace(row, held=built)
-                    self._builders.send(masked.builder, Rows(step.step_id, [row]))
+            late = GatedRow(masked.key, -1, 1, int(self._epochs[masked.lane]) - 1, False)
+            self._builders.send(masked.builder, Rows.of(masked.late, int32([late])))
+        for step_id, rows in self._planned:
+            own = rows[rows[:, 0] == masked.key].copy()
+            own[:, -1] = self._inputs.flags[masked.lane] > step_id
+            self._builders.send(masked.builder, Rows.of(step_id, own))
 
     # -- builders that end ---------------------------------------------------------------------
 
@@ -539,7 +533,7 @@ class GrammarFeature(Feature, LoopFeature):
         for masked in list(self._loads[builder].requests.values()):
             lane = masked.lane
             if lane >= 0 and self._inputs.turns[lane] == masked.turn:
-                self._inputs.put(masked.last, int32([lane]))
+                self._inputs.put(int(self._last_steps[lane]), lane)
 
     def _bury(self, builder: int) -> None:
         """Fails the requests of a builder that has ended. Another one takes its place."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
 import sys
 import time
+from collections import deque
 
 import msgspec
 
@@ -26,9 +28,11 @@ from quire.input_memory import InputMemory, InputShape, map_file
 _MOST_BYTES = 4096
 _SWITCH_SECONDS = 1e-4
 """A thread that compiles lets masks be built after this time."""
-_LEAST_SLEEP, _MOST_SLEEP = 2e-5, 1e-3
-_SLEEP_PART = 32
-"""A process that waits for the device sleeps this part of the time that it has waited."""
+_LEAST_SLEEP, _MOST_SLEEP = 2e-5, 5e-4
+_SLEEP_PART = 64
+"""A process whose device takes longer than before sleeps this part of the time that it has
+waited."""
+_PERIODS = 8
 _PR_SET_TIMERSLACK = 29
 
 
@@ -51,6 +55,8 @@ def main() -> None:
     sharpen_sleeps()
     compiler = setup.open()
     compiler.load()
+    # The collector would visit all that was loaded, for milliseconds, and unshare its pages.
+    gc.freeze()
     with socket.socket(fileno=control) as engine:
         while True:
             data, files, _, _ = socket.recv_fds(engine, _MOST_BYTES, 1 + MOST_PROCESSES)
@@ -89,19 +95,38 @@ def build_masks(compiler: Compiler, fork: Fork, file: int, end: int) -> None:
     def report(message: FromMasks) -> None:
         channel.send(encoder.encode(message))
 
-    worker, last = MaskWorker(compiler, inputs, report), time.monotonic()
+    worker, pace = MaskWorker(compiler, inputs, report), Pace()
     while True:
-        messages = channel.receive()
-        for message in messages:
+        for message in channel.receive():
             worker.handle(decoder.decode(message))
-        now = time.monotonic()
-        if worker.turn() or messages:
-            last = now
-        if worker.waits:
-            sleep = min(max(_LEAST_SLEEP, (now - last) / _SLEEP_PART), _MOST_SLEEP)
-            channel.wait(sleep)
-        else:
-            channel.wait(None)
+        began = time.monotonic()
+        if worker.turn():
+            pace.work(began)
+        channel.wait(pace.sleep(time.monotonic()) if worker.waits else None)
+
+
+class Pace:
+    """Says how long a process sleeps between two looks at what the device has written.
+
+    Looks cost time of a core that others could use. So there are few of them long before the device
+    is expected, and many about that moment.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._periods = deque[float](maxlen=_PERIODS)
+
+    def work(self, now: float) -> None:
+        """Notes that the device has given work at a moment, in seconds."""
+        self._periods.append(now - self._last)
+        self._last = now
+
+    def sleep(self, now: float) -> float:
+        """Returns the seconds to sleep."""
+        # Some steps give work in two parts, and some take long.
+        period = sorted(self._periods)[len(self._periods) // 4] if self._periods else 0.0
+        waited = now - self._last
+        return min(max(_LEAST_SLEEP, (period - waited) / 2, waited / _SLEEP_PART), _MOST_SLEEP)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ class MaskWorker:
         self._leaving: list[tuple[int, int, int]] = []
         """Lanes that requests have left, with their turns and their last steps."""
         self._checked: list[Future[LLMatcher]] = []
-        self._checks: dict[int, tuple[Future[None], StructuredOutputsParams, float]] = {}
+        self._checks: dict[int, tuple[Future[LLMatcher], StructuredOutputsParams, float]] = {}
         self._batch = -1
 
     @property
@@ -151,7 +151,7 @@ class MaskWorker:
 
     def handle(self, message: ToMasks) -> None:
         if isinstance(message, Rows):
-            for row in message.rows:
+            for row in message.read():
                 self._plan(message.step_id, row)
         elif isinstance(message, Open):
             self._open(message)
@@ -193,17 +193,20 @@ class MaskWorker:
         request.tokens = np.frombuffer(message.tail, np.int32).tolist()
         request.known, request.lost = message.known, False
         request.rows.clear()
-        self._begin(request)
+        self._begin(request, None if request.compiling else request.compiled)
 
-    def _begin(self, request: _BuiltRequest) -> None:
-        """Lets a request begin its grammar, if that is compiled, and take the text that is known.
+    def _begin(self, request: _BuiltRequest, compiled: Future[LLMatcher] | None) -> None:
+        """Lets a request begin its grammar and take the text that is known.
+
+        Args:
+            compiled: The grammar; None: it has none, or it is not compiled yet.
 
         Raises:
             GrammarError: the grammar cannot be compiled.
         """
-        state, params, compiled = request.state, request.params, request.compiled
+        state, params = request.state, request.params
         state.restart(params.prompt_len)
-        if params.grammar is not None and compiled is not None and compiled.done():
+        if compiled is not None and params.grammar is not None and state.error is None:
             strings = self._compiler.walk(params.grammar, repeated=params.repeated)
             state.begin(compiled.result(), strings)
         state.advance(request.text)
@@ -212,7 +215,7 @@ class MaskWorker:
         request = self._requests.get(row.key)
         if request is None:
             return
-        request.rows.append(_PlannedRow(step_id, row, row.held))
+        request.rows.append(_PlannedRow(step_id, row, bool(row.held)))
         self._busy[row.key] = request
 
     def _leave(self, message: Leave) -> None:
@@ -229,7 +232,7 @@ class MaskWorker:
         later = []
         for lane, turn, last in self._leaving:
             if self._inputs.turns[lane] == turn:
-                self._inputs.put(last, int32([lane]))
+                self._inputs.put(last, lane)
                 self._inputs.turns[lane] = turn + 1
             else:
                 later.append((lane, turn, last))
@@ -250,15 +253,15 @@ class MaskWorker:
         if message.batch != self._batch:
             self._batch, self._checked = message.batch, []
         try:
-            # Held until the requests have arrived, however many there are.
-            self._checked.append(compiler.compile(grammar))
-            verdict = compiler.checked(grammar)
+            compiled = compiler.compile(grammar)
         except GrammarError as error:
             self._report(MaskFailure.of(message.key, error))
             return
+        # Held until the requests have arrived, however many there are.
+        self._checked.append(compiled)
         deadline = time.monotonic() + compiler.config.timeout
-        self._checks[message.key] = verdict, grammar, deadline
-        verdict.add_done_callback(lambda _: self._changed())
+        self._checks[message.key] = compiled, grammar, deadline
+        compiled.add_done_callback(lambda _: self._changed())
 
     # -- work ----------------------------------------------------------------------------------
 
@@ -283,17 +286,15 @@ class MaskWorker:
     def _judge(self) -> None:
         """Reports the checks that are done."""
         now = time.monotonic()
-        for key, (verdict, grammar, deadline) in list(self._checks.items()):
-            if not verdict.done() and now < deadline:
+        for key, (compiled, grammar, deadline) in list(self._checks.items()):
+            if not compiled.done() and now < deadline:
                 continue
             del self._checks[key]
             error: QuireError | None = None
-            if not verdict.done():
+            if not compiled.done():
                 error = self._compiler.late(grammar)
                 self._compiler.forget(grammar)
-            elif verdict.cancelled():
-                error = GrammarError("The grammar was forgotten.")
-            elif (found := verdict.exception()) is not None:
+            elif (found := compiled.exception()) is not None:
                 error = _failure(found)
             self._report_stats()
             self._report(Compiled(key) if error is None else MaskFailure.of(key, error))
@@ -310,7 +311,7 @@ class MaskWorker:
                 request.compiled = None
             return
         try:
-            self._begin(request)
+            self._begin(request, compiled)
         except BaseException as error:
             self._fail(request, _failure(error))
         else:
@@ -338,8 +339,8 @@ class MaskWorker:
                         return done
                     done = True
                 row, result = rows[0].row, _LATE
-                if row.index >= 0:
-                    result = self._inputs.result(rows[0].step_id, row.index)
+                if row.place >= 0:
+                    result = self._inputs.result(rows[0].step_id, row.place)
                 if result is None:
                     return done
                 self._take(request, result)
@@ -367,7 +368,7 @@ class MaskWorker:
         """Drops a request's next rows. Nothing waits for their masks any more."""
         for _ in range(count):
             dropped = request.rows.popleft()
-            self._inputs.put(dropped.step_id, int32([request.lane]))
+            self._inputs.put(dropped.step_id, request.lane)
 
     def _build(self, request: _BuiltRequest, planned: _PlannedRow) -> bool:
         """Builds a row's masks, unless something is missing for them."""
@@ -396,13 +397,13 @@ class MaskWorker:
         if state.forced is not None and state.forced.text is not text:
             self._report(Forced(request.key, *state.forced.text))
         planned.built = True
-        inputs.put(planned.step_id, int32([lane]))
+        inputs.put(planned.step_id, lane)
         inputs.times[planned.step_id % DEPTH, lane] = begun, time.perf_counter()
         return True
 
     def _drafted(self, request: _BuiltRequest, row: MaskRow, ids: Int32, start: int) -> MaskRow:
         """Adds the drafts that a row verifies."""
-        tail = int32(request.tokens)
+        tail = int32(request.tokens[-len(ids) :])
         before = request.known - len(tail)
         drafts = claimed_drafts(ids, start - before, tail, row.lines - 1)
         return row._replace(drafts=drafts.tolist(), text=request.text)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterator
+from typing import NamedTuple
 
+import msgspec
+import numpy as np
+
+from quire.arrays import Int32
 from quire.errors import CompilerBusyError, GrammarError, QuireError
 from quire.sampling_params import StructuredOutputsParams
 
@@ -56,28 +61,41 @@ class Enter(msgspec.Struct, frozen=True, array_like=True, tag=2):
     known: int
 
 
-class GatedRow(msgspec.Struct, frozen=True, array_like=True):
+class GatedRow(NamedTuple):
     """A row that waits for masks.
 
     Attributes:
-        index: The row's place in its step; -1: it is known to be late.
+        key: Its request's.
+        place: The row's place in its step; -1: it is known to be late.
         lines: Number of its masks: one for its next token and one after each draft.
-        epoch: Its `Request.lane_epoch`. Rows behind a late one have the same.
+        epoch: The number of late rows in the lane. Rows behind a late one have the same.
         held: Whether its masks are there, as are those of a row that continues a late one.
     """
 
     key: int
-    index: int
+    place: int
     lines: int
     epoch: int
-    held: bool
+    held: int
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A step was planned with these rows."""
+    """A step was planned with these rows.
+
+    Attributes:
+        rows: int32 [rows, 5] as bytes, each row a `GatedRow`.
+    """
 
     step_id: int
-    rows: list[GatedRow]
+    rows: bytes
+
+    @classmethod
+    def of(cls, step_id: int, rows: Int32) -> Rows:
+        return cls(step_id, rows.tobytes())
+
+    def read(self) -> Iterator[GatedRow]:
+        rows = np.frombuffer(self.rows, np.int32).reshape(-1, len(GatedRow._fields))
+        return map(GatedRow._make, rows.tolist())
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag=4):

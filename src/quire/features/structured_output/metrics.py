@@ -10,7 +10,7 @@ from quire.features.metric_families import counters
 from quire.features.structured_output.stats import GrammarStats
 
 _COUNTERS = {
-    "compiles": ("grammar_compiles", "Grammars compiled, copies included."),
+    "compiles": ("grammar_compiles", "Grammars compiled, by each builder that needs them."),
     "compile_seconds": (
         "grammar_compile_seconds",
         "Seconds that threads spent on compiling grammars.",

@@ -9,7 +9,7 @@ class GrammarStats(msgspec.Struct):
     """Counts since the start.
 
     Attributes:
-        compiles: Grammars compiled, copies included.
+        compiles: Grammars compiled, by each builder that needs them.
         compile_seconds: Seconds that threads spent on compiling them.
         compile_late_rows: Rows that sat a step out because their grammars were being compiled.
         mask_lookups: Masks looked up in the memory of masks.

@@ -16,17 +16,19 @@ from quire.ops.reference.step import (
     adjust,
     collect_rows,
     copy_blocks,
+    expand_decodes,
     expand_rows,
     finish_rows,
     place_drafts,
     sample,
+    sample_and_finish,
     scatter,
     token_logprobs,
 )
 
 __all__ = [
     "activate", "add_rows", "adjust", "attention_schedule", "collect_rows", "copy_blocks",
-    "embedding", "expand_rows", "finish_rows", "layer_norm", "linear", "paged_attention",
-    "place_drafts", "qk_norm_rope_store", "replace_rows", "rms_norm", "sample", "scatter",
-    "section_rotary", "token_logprobs",
+    "embedding", "expand_decodes", "expand_rows", "finish_rows", "layer_norm", "linear",
+    "paged_attention", "place_drafts", "qk_norm_rope_store", "replace_rows", "rms_norm", "sample",
+    "sample_and_finish", "scatter", "section_rotary", "token_logprobs",
 ]  # fmt: skip

@@ -6,13 +6,26 @@ places, L of logit rows. Twins may read values of host tensors; kernels of the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from quire.ops.arguments import RmsScale
+from quire.ops.kv import AttentionHeads
 from quire.ops.reference import random, truncate
-from quire.ops.rows import HELD, PROMPT, Drafts, Expanded, ExpandedGroup, LogitRows, StepRows
+from quire.ops.reference.dense import embedding, rms_norm
+from quire.ops.rows import (
+    HELD,
+    PROMPT,
+    DecodeInputs,
+    Drafts,
+    Expanded,
+    ExpandedGroup,
+    LogitRows,
+    ResultRing,
+    StepRows,
+)
 
 STOP_TOKEN, LENGTH, BROKEN, LATE = 1, 2, 3, 4
 """Why a row ends or gives no token; the values are those of `quire.plan.StopReason`."""
@@ -159,6 +172,42 @@ def expand_rows(
     )
 
 
+def expand_decodes(
+    rows: StepRows,
+    position: Tensor,
+    tokens: Tensor,
+    table: tuple[Tensor, int],
+    logit_rows: LogitRows,
+    weight: Tensor,
+    *,
+    max_seq_len: int,
+    attention: AttentionHeads,
+) -> DecodeInputs:
+    """Returns the inputs of a step whose rows have one token each, and fills in `logit_rows`.
+
+    It is `expand_rows`, `embedding` and `attention_schedule` in one.
+
+    Args:
+        rows: row r is token r, and has at most one logit row. Padding rows come last.
+        position: see `expand_rows`.
+        tokens: see `expand_rows`.
+        table: the block tables of the only KV group, int32 [M, blocks], and the tokens of a block.
+        weight: [entries, width], the embedding table.
+        max_seq_len: see `expand_rows`.
+        attention: the attention of all layers.
+    """
+    expanded = expand_rows(
+        rows,
+        position,
+        tokens,
+        [table],
+        logit_rows,
+        num_tokens=len(rows.lanes),
+        max_seq_len=max_seq_len,
+    )
+    return DecodeInputs(expanded, embedding(expanded.ids, weight), None)
+
+
 def _computed(rows: StepRows, live: Tensor, lane: Tensor, drafts: Drafts | None) -> Tensor:
     """Returns the number of each row's tokens that are not padding, int64 [R].
 
@@ -235,6 +284,8 @@ def collect_rows(
     last: Tensor,
     kept: Tensor,
     held: Tensor | None = None,
+    ring: ResultRing | None = None,
+    norm: RmsScale | None = None,
 ) -> None:
     """Keeps hidden states for the heads, and advances PROMPT rows.
 
@@ -246,7 +297,13 @@ def collect_rows(
         kept: [at least T, width]; gets all hidden states.
         held: [M, width], the hidden states of lanes that are held, for HELD rows; None if there
             are no such rows.
+        ring: advances to its next slot, if given.
+        norm: an RMSNorm that is applied to `hidden` first, or None.
     """
+    if norm is not None:
+        hidden = rms_norm(hidden, *norm)
+    if ring is not None:
+        ring.turn.copy_((ring.turn + 1) % len(ring.lines))
     kept[: len(hidden)] = hidden
     if len(hidden):
         places = logit_rows.tokens.long().clamp(0, len(hidden) - 1)
@@ -438,6 +495,7 @@ def finish_rows(
     num_stops: Tensor,
     stops: Tensor,
     counts: Tensor | None = None,
+    ring: ResultRing | None = None,
 ) -> None:
     """Accepts sampled tokens, advances lanes past the computed tokens, and records why rows end.
 
@@ -454,6 +512,7 @@ def finish_rows(
         max_total, min_total, num_stops: int32 [M].
         stops: int32 [M, S].
         counts: int32 [M, vocab], or None. Each accepted token's entry grows by 2.
+        ring: gets a copy of the results in its current slot, if given.
     """
     count = (rows.logit_start[1:] - rows.logit_start[:-1]).long()
     results[: len(count)].fill_(-1)
@@ -483,6 +542,45 @@ def finish_rows(
             counts[lane, token.long()] += 2
         index += 1
         active = active[(agreed & (reason == 0))[whole] & (count[active] > index)]
+    if ring is not None:
+        ring.lines[int(ring.turn), : len(count)] = results[: len(count)]
+
+
+def sample_and_finish(
+    logits: Tensor,
+    rows: StepRows,
+    logit_rows: LogitRows,
+    results: Tensor,
+    *,
+    sampling: Mapping[str, Tensor],
+    position: Tensor,
+    tokens: Tensor,
+    max_total: Tensor,
+    min_total: Tensor,
+    num_stops: Tensor,
+    stops: Tensor,
+    ring: ResultRing | None = None,
+) -> None:
+    """Draws tokens for rows without truncation, and accepts them: `sample`, then `finish_rows`.
+
+    Args:
+        logits: [L, vocab].
+        sampling: arguments of `sample` by name.
+    """
+    drawn = sample(logits, logit_rows.lanes, logit_rows.lengths, **sampling, truncate_rows=False)
+    finish_rows(
+        rows,
+        logit_rows,
+        drawn,
+        results,
+        position=position,
+        tokens=tokens,
+        max_total=max_total,
+        min_total=min_total,
+        num_stops=num_stops,
+        stops=stops,
+        ring=ring,
+    )
 
 
 def _late(rows: StepRows, logit_rows: LogitRows, active: Tensor, position: Tensor) -> Tensor:

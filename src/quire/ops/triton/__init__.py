@@ -23,6 +23,7 @@ from quire.ops.triton.recurrent.gated_delta_net import (
     sigmoid_gate,
 )
 from quire.ops.triton.step.adjust import adjust
+from quire.ops.triton.step.decodes import expand_decodes
 from quire.ops.triton.step.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.step.embedding import embedding
 from quire.ops.triton.step.host import mask_logits, set_clock, wait_for_inputs
@@ -33,6 +34,7 @@ from quire.ops.triton.step.step import (
     finish_rows,
     place_drafts,
     pool_rows,
+    sample_and_finish,
     scatter,
 )
 
@@ -50,6 +52,7 @@ __all__ = [
     "collect_rows",
     "cut_patches",
     "embedding",
+    "expand_decodes",
     "expand_rows",
     "expert_segments",
     "experts_mlp",
@@ -75,6 +78,7 @@ __all__ = [
     "rotate_heads",
     "route",
     "sample",
+    "sample_and_finish",
     "scatter",
     "section_rotary",
     "segment_attention",

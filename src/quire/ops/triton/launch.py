@@ -2,9 +2,14 @@
 
 **Programmatic dependent launch (PDL).** A kernel launched with `launch_pdl=True` may start while
 its predecessor still runs. `gdc_wait` blocks until the predecessor has finished and its writes are
-visible. Every kernel here calls `gdc_wait` in *all* of its programs, also in those that exit early,
-and `gdc_launch_dependents` only *after* it. So when a kernel starts, everything before its
-predecessor is complete. Before its own wait it may read only weights and the step's metadata."""
+visible. In every kernel here some program calls `gdc_wait`, and no program writes before its wait.
+So a kernel's completion implies that of all kernels before it.
+
+Most kernels call `gdc_launch_dependents` after their wait, so that their successor starts when
+everything before them is complete. EARLY kernels call it first, and start their successor sooner. A
+kernel whose predecessors are EARLY may read only weights and the step's metadata before its own
+wait. Metadata is complete by then, because the kernel behind those that write it starts without PDL
+(`metadata_options`)."""
 
 from __future__ import annotations
 
@@ -95,10 +100,26 @@ def traits(device: torch.device) -> DeviceTraits:
     return _cuda_traits(index, "pdl" not in current_policy().disabled)
 
 
+_metadata_written: ContextVar[bool] = ContextVar("metadata_written", default=False)
+
+
 def options(pdl: bool, **rest: Any) -> dict[str, Any]:
     """Returns the keywords of a launch. `launch_pdl` is left out without PDL, because the
     interpreter does not know it."""
+    if pdl and _metadata_written.get():
+        _metadata_written.set(False)
+        return rest
     return {**rest, "launch_pdl": True} if pdl else rest
+
+
+def metadata_options(pdl: bool, **rest: Any) -> dict[str, Any]:
+    """Returns the keywords of a launch that writes the step's metadata.
+
+    The next launch that writes none starts without PDL."""
+    if not pdl:
+        return rest
+    _metadata_written.set(True)
+    return {**rest, "launch_pdl": True}
 
 
 _compiling: ContextVar[bool] = ContextVar("quire_compiling", default=False)

@@ -13,6 +13,7 @@ from quire.errors import MAX_STOP_TOKENS
 from quire.plan import NO_CLAIM, StepPlan, claim_width
 from quire.runner.hooks.hook import HeadContext, HostHook, Level, ProgramHook
 from quire.runner.hooks.penalties import Penalties
+from quire.runner.hooks.sampling import sampling_columns
 from quire.runner.readback import Upload, ragged
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.sampling_params import SamplingParams
@@ -85,18 +86,34 @@ class Acceptance(ProgramHook, HostHook):
 
     def tokens(self, ctx: HeadContext) -> None:
         state = ctx.state
+        columns = {
+            "position": state.position,
+            "tokens": state.tokens,
+            "max_total": state.max_total,
+            "min_total": state.min_total,
+            "num_stops": self._num_stops,
+            "stops": self._stops,
+        }
+        if ctx.fused:
+            ops.sample_and_finish(
+                ctx.logits,
+                ctx.rows,
+                ctx.logit_rows,
+                state.results,
+                sampling=sampling_columns(state),
+                **columns,
+                ring=state.ring,
+            )
+            return
         if ctx.tokens is None:
             ctx.tokens = torch.empty(0, dtype=torch.int32, device=state.device)
+        counts = self._penalties.counts if ctx.level >= Level.FULL else None
         ops.finish_rows(
             ctx.rows,
             ctx.logit_rows,
             ctx.tokens,
             state.results,
-            position=state.position,
-            tokens=state.tokens,
-            max_total=state.max_total,
-            min_total=state.min_total,
-            num_stops=self._num_stops,
-            stops=self._stops,
-            counts=self._penalties.counts if ctx.level >= Level.FULL else None,
+            **columns,
+            counts=counts,
+            ring=state.ring,
         )

@@ -30,6 +30,7 @@ from quire.parallel import ProcessGroup
 from quire.plan import Admit, KVGroup, StepPlan
 from quire.runner.kv_cache import KVCache
 from quire.runner.readback import Step, Upload
+from quire.runner.releasable import ReleasableMemory
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.runner.transfer.place import Place
 
@@ -67,6 +68,8 @@ class HeadContext:
         raw: [L, vocab], the model's unchanged logits.
         logits: [L, vocab], the logits. Hooks change them before tokens are drawn.
         tokens: int32 [L], the drawn tokens. The token is -1 where a logit was not a number.
+        fused: whether tokens are drawn and accepted at once, by the last hook. Then `tokens` is
+            None.
     """
 
     level: Level
@@ -78,6 +81,7 @@ class HeadContext:
     raw: Tensor
     logits: Tensor
     tokens: Tensor | None = None
+    fused: bool = False
 
     def own_logits(self) -> Tensor:
         """Returns logits that may be changed in place while `raw` is still needed."""
@@ -129,6 +133,19 @@ class Hook:
     def take_cache(self, cache: KVCache) -> None:
         """Receives the KV cache, in which the layers of `models` follow the target model's."""
 
+    def take_memory(
+        self,
+        weights: ReleasableMemory,
+        kv: ReleasableMemory,
+        cache: KVCache,
+        models: Sequence[DecoderLayers],
+    ) -> None:
+        """Receives the memory of the target model's weights and of the KV cache.
+
+        Args:
+            models: the target model, then those of hooks.
+        """
+
     def reserved_bytes(self, groups: Sequence[KVGroup], budget: int) -> int:
         """Returns the bytes of the device that the hook takes from the KV cache.
 
@@ -179,9 +196,11 @@ class ProgramHook(Hook):
     Attributes:
         alters: whether `body` can change what the model computes. If so, bodies are captured with
             and without that change, and `altered` chooses.
+        changes_tokens: whether `tokens` changes the drawn tokens of PLAIN heads.
     """
 
     alters: bool = False
+    changes_tokens: bool = False
 
     def programs(self) -> Mapping[str, Callable[[], None]]:
         """Returns further programs to capture, by name.

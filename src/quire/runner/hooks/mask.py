@@ -117,8 +117,9 @@ class Mask(ProgramHook, HostHook, GateHook):
     def begin(self, step: Step) -> None:
         # The hooks that draft come earlier in the order, so the claims are final.
         if self.inputs is not None and self._state.limits.drafts and _verifies(step.plan):
-            columns = (self._state.columns[name] for name in (DRAFT_IDS, DRAFT_START))
-            self.inputs.send_claims(step.plan.step_id, *columns, self._state.gate)
+            columns, gate = self._state.columns, self._state.gate
+            ids, start = columns[DRAFT_IDS], columns[DRAFT_START]
+            self.inputs.send_claims(step.plan.step_id, ids, start, gate)
 
     def launched(self, step: Step) -> None:
         if self.inputs is not None and step.plan.gated:
@@ -131,7 +132,7 @@ class Mask(ProgramHook, HostHook, GateHook):
     def pack(self, plan: StepPlan, inputs: Int32) -> None:
         if self.inputs is None or not plan.gated:
             return
-        *_, lines, gate = self._state.split_inputs(inputs)
+        *_, lines, gate, _ = self._state.split_inputs(inputs)
         counts = np.diff(logit_starts(plan))
         starts = np.cumsum(counts) - counts
         masked = (plan.flags & (RowFlag.GATED | RowFlag.HELD)) != 0

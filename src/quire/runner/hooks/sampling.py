@@ -62,6 +62,8 @@ class Sampling(ProgramHook, HostHook):
         return Level.MASKED if admit.params.truncates else Level.PLAIN
 
     def logits(self, ctx: HeadContext) -> None:
+        if ctx.fused:
+            return
         ctx.tokens = ops.sample(
             ctx.logits,
             ctx.logit_rows.lanes,

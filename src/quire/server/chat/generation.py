@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from quire.outputs import Logprob
+from quire.outputs import Logprob, VersionRun
 from quire.sampling_params import SamplingParams
 from quire.server.chat.beams import BeamGeneration
 from quire.server.chat.choice_parser import ChoiceParser, plain_events
@@ -184,6 +184,10 @@ class ChatGeneration:
             count = sum(parser.reasoning_tokens for parser in self._parsers.values())
             usage.completion_tokens_details = CompletionTokensDetails(count)
         return usage
+
+    def versions(self, choice: int) -> list[VersionRun]:
+        """Returns the versions of the weights that gave a choice's tokens so far."""
+        return self._generation.versions.get(choice, [])
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

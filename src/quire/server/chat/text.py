@@ -13,10 +13,10 @@ from msgspec import UNSET, UnsetType
 
 from quire.arrays import int32
 from quire.errors import OverloadedError, RequestError
-from quire.features.call import PromptInputs, RequestField
+from quire.features.call import WEIGHTS, PromptInputs, RequestField
 from quire.features.disaggregation.calls import PEER, PeerChoice
 from quire.features.kv_events.prompt_report import encode_report
-from quire.outputs import Logprob
+from quire.outputs import Logprob, VersionRun
 from quire.sampling_params import SamplingParams
 from quire.server.context.request_context import RequestContext, timeout_error
 from quire.server.errors import ApiError
@@ -59,6 +59,7 @@ class ChoiceText:
         choice: index in the answer: the prompt's index times n plus the completion's index.
         texts: the updates' texts, in order.
         token_ids, logprobs: the updates' tokens.
+        versions: the versions of the weights that gave the tokens.
         finish_reason, stop_reason: None until the completion ends.
     """
 
@@ -66,6 +67,7 @@ class ChoiceText:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    versions: list[VersionRun] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -76,6 +78,7 @@ class ChoiceText:
     def add(self, update: CompletionUpdate) -> None:
         self.texts.append(update.text)
         self.token_ids += update.token_ids
+        self.versions += update.versions
         if update.logprobs is not None:
             self.logprobs += update.logprobs
         if update.finish_reason is not None:
@@ -138,6 +141,8 @@ class TextGeneration:
         self.keep_special = keep_special
         self.prompts = [PromptInfo() for _ in prompts]
         self.completion_tokens = 0
+        self.versions: dict[int, list[VersionRun]] = {}
+        """The versions of the weights that gave a choice's tokens so far, by choice."""
         self._prompts_given = prompts
         self._inputs = inputs
         self._tasks: list[asyncio.Task[None]] = []
@@ -297,8 +302,12 @@ class TextGeneration:
             if self.context.wants_report and index == 0 and not self.context.model:
                 ids = int32(info.token_ids)
                 known = ids if self._inputs is None else self._inputs.cache_ids(ids)
+                client = self.state.client
                 self.context.report = encode_report(
-                    known, self.cache_salt, self.state.client.config.block_size
+                    known,
+                    self.cache_salt,
+                    client.config.block_size,
+                    client.first_alive.news(WEIGHTS),
                 )
         self.completion_tokens += len(update.token_ids)
         choice = index * self.params.n + update.index
@@ -306,6 +315,11 @@ class TextGeneration:
         if piece is None:
             piece = self._pieces[choice] = ChoiceText(choice)
         piece.add(update)
+        runs = self.versions.setdefault(choice, [])
+        if len(runs) == 1 and len(update.versions) == 1 and runs[0][0] == update.versions[0][0]:
+            runs[0] = runs[0][0], runs[0][1] + update.versions[0][1]
+        else:
+            runs += update.versions
         self._changed.set()
 
 
@@ -328,6 +342,7 @@ def _extend(piece: ChoiceText, more: ChoiceText) -> None:
     piece.texts += more.texts
     piece.token_ids += more.token_ids
     piece.logprobs += more.logprobs
+    piece.versions += more.versions
     piece.finish_reason, piece.stop_reason = more.finish_reason, more.stop_reason
 
 

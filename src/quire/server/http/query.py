@@ -21,12 +21,13 @@ class Query:
 
     Args:
         names: the parameters that the route has.
+        many: those of them that may be repeated.
 
     Raises:
         ApiError: 400, a parameter is unknown, repeated or of the wrong type.
     """
 
-    def __init__(self, request: Request, *names: str) -> None:
+    def __init__(self, request: Request, *names: str, many: tuple[str, ...] = ()) -> None:
         self._values: dict[str, str] = {}
         for name, value in request.query_params.multi_items():
             if name not in names:
@@ -36,12 +37,19 @@ class Query:
                     param=name[:100],
                     code="unknown_parameter",
                 )
-            if name in self._values:
+            if name in self._values and name in many:
+                value = f"{self._values[name]},{value}"
+            elif name in self._values:
                 raise _invalid(name, "it is given twice")
             self._values[name] = value
 
     def text(self, name: str) -> str | None:
         return self._values.get(name)
+
+    def list(self, name: str) -> list[str] | None:
+        """Returns the values of a parameter, which commas separate; None: it is not given."""
+        value = self._values.get(name)
+        return None if value is None else [part for part in value.split(",") if part]
 
     def flag(self, name: str) -> bool:
         return self.choice(name, ("false", "true")) == "true"

@@ -22,10 +22,11 @@ import triton
 from torch import Tensor
 
 from quire.ops.choose import current_policy
-from quire.ops.kv import KVFormat, KVLayer
+from quire.ops.kv import AttentionHeads, KVFormat, KVLayer
 from quire.ops.triton.attention import kv8
 from quire.ops.triton.attention.kernels import attend_long, attend_short, combine
 from quire.ops.triton.attention.schedule import (
+    Cuts,
     LongSchedule,
     Schedule,
     Tiles,
@@ -153,6 +154,32 @@ def prefill_tiles(
     return Tiles(128, 128, 8, 2)
 
 
+def short_cuts(
+    rows: int, heads: AttentionHeads, max_q_len: int, card: DeviceTraits,
+    tuning: AttentionTuning | None = None,
+) -> Cuts:  # fmt: skip
+    """Returns how the KV of short rows is cut."""
+    tuning = tuning or _tuning()
+    group, kv_format = heads.heads // heads.kv_heads, heads.kv_format
+    d_pad = _padded(heads.head_dim, kv_format)
+    width = _width(heads.dtype, kv_format, card, tuning)
+    tiles = tuning.decode or _short_tiles(
+        group, max_q_len, d_pad, width, kv_format, rows, heads.kv_heads, card
+    )
+    programs = tuning.programs
+    if programs is None:
+        programs = _more_programs(rows * heads.kv_heads, kv_format, card)
+    most = tuning.most_parts
+    return Cuts(
+        longest=max(1, tiles.m // group),
+        tiles=tiles,
+        spare=programs // heads.kv_heads if most > 1 else 0,
+        min_tiles=tuning.min_tiles,
+        most_parts=most,
+        window=heads.window,
+    )
+
+
 def attention_schedule(
     query_start: Tensor,
     seq_lens: Tensor,
@@ -170,27 +197,11 @@ def attention_schedule(
     """See `ops.attention_schedule`."""
     tuning = tuning or _tuning()
     card = traits(seq_lens.device)
-    group, rows = heads // kv_heads, seq_lens.shape[0]
-    d_pad, width = _padded(head_dim, kv_format), _width(dtype, kv_format, card, tuning)
-    tiles = tuning.decode or _short_tiles(
-        group, max_q_len, d_pad, width, kv_format, rows, kv_heads, card
-    )
-    programs = tuning.programs
-    if programs is None:
-        programs = _more_programs(rows * kv_heads, kv_format, card)
+    group, width = heads // kv_heads, _width(dtype, kv_format, card, tuning)
+    own = AttentionHeads(heads, kv_heads, head_dim, dtype, kv_format, window)
+    cuts = short_cuts(seq_lens.shape[0], own, max_q_len, card, tuning)
     pdl = card.pdl if tuning.pdl is None else tuning.pdl
-    short = schedule(
-        query_start,
-        seq_lens,
-        kv_heads=kv_heads,
-        programs=programs,
-        longest=max(1, tiles.m // group),
-        tiles=tiles,
-        min_tiles=tuning.min_tiles,
-        most_parts=tuning.most_parts,
-        window=window,
-        pdl=pdl,
-    )
+    short = schedule(query_start, seq_lens, cuts, pdl=pdl)
     if min(max_q_len, tokens) <= short.longest:
         return short
     tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card, cut=True)
@@ -339,7 +350,7 @@ def paged_attention(
             launch.long_rows(long_tiles, shortest=1, one_loop=True)
         return out
     made = (scratch or {}).get("schedule")
-    early = made is not None and pdl
+    complete = made is not None and pdl
     plan = made or attention_schedule(
         query_start, seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         dtype=q.dtype, kv_format=kv.format, tokens=tokens, max_q_len=max_q_len, window=window,
@@ -348,7 +359,7 @@ def paged_attention(
     prefetch = (
         seq_lens.shape[0] * kv_heads <= card.num_sms if tuning.prefetch is None else tuning.prefetch
     )
-    launch.short_rows(plan, min(plan.longest, max_q_len), pdl=early, prefetch=prefetch)
+    launch.short_rows(plan, min(plan.longest, max_q_len), pdl=complete, prefetch=prefetch)
     if plan.long is not None:
         launch.long_parts(plan.long, shortest=plan.longest + 1)
     elif max_q_len > plan.longest and not launch.launch_wgmma(kv, tuning, plan.longest + 1, card):
@@ -487,8 +498,7 @@ class _Launch:
             partial, lse, self.tensors[-2], out, items, rows, count, *out.stride()[:2],
             GROUP=self.constants["GROUP"], HEAD_DIM=self.constants["HEAD_DIM"],
             D_PAD=self.constants["D_PAD"], BM=tiles.m, SINKS=self.constants["SINKS"], LONG=long,
-            PDL=self.pdl,
-            **options(self.pdl, num_warps=2),
+            PDL=self.pdl, **options(self.pdl, num_warps=2),
         )  # fmt: skip
 
     def _numbers(self) -> tuple[float, ...]:

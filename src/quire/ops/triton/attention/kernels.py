@@ -87,6 +87,8 @@ def attend_short(
     # Kernels count KV in elements: a value, or a pair of 8-bit values.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
+    if PDL:
+        gdc_launch_dependents()
     head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * 8
     row = tl.load(item)
@@ -95,6 +97,11 @@ def attend_short(
     q_start = tl.load(item + 3)
     q_len = tl.load(item + 4)
     first = tl.load(item + 5)
+    if PDL:
+        # Programs without work leave their registers to the next kernels. The first item's programs
+        # wait, so that the kernel does not end before its predecessor.
+        if (row < 0) & (tl.program_id(1) > 0):
+            return
     parts = 1
     if PARTS:
         parts = tl.load(item + 6)
@@ -113,7 +120,6 @@ def attend_short(
                 k_stride_b, k_stride_t, v_stride_b, v_stride_t, WIDTH, BLOCK_TOKENS, BN,
             )  # fmt: skip
         gdc_wait()
-        gdc_launch_dependents()
     if row < 0:
         return
     q, limit = tiles.load_queries(
@@ -161,6 +167,8 @@ def combine(
 
     Grid: (rows, KV heads, queries of a tile). With LONG it is (tokens, KV heads, GROUP), and
     `rows_ptr` is `LongSchedule.places`."""
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     head = tl.program_id(1)
     flat = tl.program_id(2)
@@ -179,7 +187,6 @@ def combine(
         live = (parts > 1) & (flat < q_len * GROUP)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     if not live:
         return
     dims = tl.arange(0, D_PAD)

@@ -19,6 +19,7 @@ from quire.ops.triton.attention.kernels import combine
 from quire.ops.triton.attention.latent import stored_latents
 from quire.ops.triton.attention.latent_kernels import latent_long, latent_short
 from quire.ops.triton.attention.schedule import (
+    Cuts,
     LongSchedule,
     Schedule,
     Tiles,
@@ -96,18 +97,10 @@ def latent_schedule(
     tiles = tuning.short or tiles_for(longest * group, element, card)
     # One program runs at a time on a multiprocessor.
     programs = card.num_sms if tuning.programs is None else tuning.programs
-    short = schedule(
-        query_start,
-        seq_lens,
-        kv_heads=blocks,
-        programs=0 if len(seq_lens) * blocks > 3 * card.num_sms else programs,
-        longest=max(1, tiles.m // group),
-        tiles=tiles,
-        min_tiles=1,
-        most_parts=tuning.most_parts,
-        window=None,
-        pdl=card.pdl,
-    )
+    if len(seq_lens) * blocks > 3 * card.num_sms or tuning.most_parts == 1:
+        programs = 0
+    cuts = Cuts(max(1, tiles.m // group), tiles, programs // blocks, 1, tuning.most_parts, None)
+    short = schedule(query_start, seq_lens, cuts, pdl=card.pdl)
     if min(max_q_len, tokens) <= short.longest:
         return short
     tiles = tuning.long or tiles_for(_MOST_HEADS, element, card)

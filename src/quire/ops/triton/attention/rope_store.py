@@ -96,13 +96,14 @@ def _qk_norm_rope_store(
     Grid: (tokens, groups of H heads). The heads of q come first, then those of k, then of v."""
     Q_GROUPS: tl.constexpr = (HEADS + H - 1) // H
     KV_GROUPS: tl.constexpr = (KV_HEADS + H - 1) // H
+    if PDL:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     if slot < 0:
         return
     cos_sin_ptr += position * cos_sin_stride

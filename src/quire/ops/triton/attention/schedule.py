@@ -9,6 +9,7 @@ makes its schedule once, for all layers."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.launch import launch, options
+from quire.ops.triton.launch import launch, metadata_options
 
-_OWN = 8
+OWN = 8
 _FEWEST = tl.constexpr(2)
 """The fewest KV tiles of a part of a long row. A part's overhead is the time of about one tile."""
 _AT_ONCE = 256
@@ -107,15 +108,23 @@ class Schedule:
 
 
 @triton.jit
-def _parts(query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN):
+def _parts(query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN, DECODES):
     """Returns five values for each of the rows [n]: the first query, the number of queries, the
     first position, the first KV position that queries see, and the number of KV tiles.
 
-    The number of KV tiles is 0 for rows that are not short."""
+    The number of KV tiles is 0 for rows that are not short. With DECODES rows have one token each,
+    and the pointers are to the rows' lanes and the lanes' positions."""
     inside = rows < num_rows
-    q_start = tl.load(query_start_ptr + rows, mask=inside, other=0)
-    q_len = tl.load(query_start_ptr + rows + 1, mask=inside, other=0) - q_start
-    seq_len = tl.load(seq_lens_ptr + rows, mask=inside, other=0)
+    if DECODES:
+        lane = tl.load(query_start_ptr + rows, mask=inside, other=-1)
+        q_start = rows
+        q_len = (lane >= 0).to(tl.int32)
+        position = tl.load(seq_lens_ptr + lane, mask=lane >= 0, other=0)
+        seq_len = tl.maximum(position, 0) + q_len
+    else:
+        q_start = tl.load(query_start_ptr + rows, mask=inside, other=0)
+        q_len = tl.load(query_start_ptr + rows + 1, mask=inside, other=0) - q_start
+        seq_len = tl.load(seq_lens_ptr + rows, mask=inside, other=0)
     first = seq_len - q_len
     start = first * 0
     if WINDOW:
@@ -147,35 +156,38 @@ def _item_offsets(own, per, rows, tiles, span, most):
     return tl.sum(tl.where(before, parts[None, :], 0), 1), tl.sum(parts, 0)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_items", "spare", "longest", "window", "min_tiles", "most"]
-)
-def _schedule(
-    query_start_ptr, seq_lens_ptr, items_ptr, rows_ptr, num_rows, num_items, spare, longest,
-    window, min_tiles, most,
-    BN: tl.constexpr, OWN: tl.constexpr, AT_ONCE: tl.constexpr, ONCE: tl.constexpr,
-    WINDOW: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def schedule_rows(
+    program, query_start_ptr, seq_lens_ptr, items_ptr, rows_ptr, num_rows, num_items, spare,
+    longest, window, min_tiles, most,
+    BN: tl.constexpr, OWN_ROWS: tl.constexpr, AT_ONCE: tl.constexpr, ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, DECODES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the items of OWN rows in each program, after all rows with longer parts, and after
-    earlier rows with equal parts.
+    """Writes the items of OWN_ROWS rows in each program, after all rows with longer parts, and
+    after earlier rows with equal parts.
 
-    ONCE says that there are at most AT_ONCE rows."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ONCE says that there are at most AT_ONCE rows. For DECODES see `_parts`."""
     rows = tl.arange(0, AT_ONCE)
-    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    own = program * OWN_ROWS + tl.arange(0, OWN_ROWS)
     q_start, q_len, first, start, own_tiles = _parts(
-        query_start_ptr, seq_lens_ptr, own, num_rows, window, longest, WINDOW, BN
+        query_start_ptr, seq_lens_ptr, own, num_rows, window, longest, WINDOW, BN, DECODES
     )
     _, _, _, _, tiles = _parts(
-        query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN
+        query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN, DECODES
     )
     total = tl.sum(tiles, 0)
     if not ONCE:
         for begin in range(AT_ONCE, num_rows, AT_ONCE):
             _, _, _, _, more = _parts(
-                query_start_ptr, seq_lens_ptr, begin + rows, num_rows, window, longest, WINDOW, BN
+                query_start_ptr,
+                seq_lens_ptr,
+                begin + rows,
+                num_rows,
+                window,
+                longest,
+                WINDOW,
+                BN,
+                DECODES,
             )
             total += tl.sum(more, 0)
     span = tl.maximum(tl.cdiv(total, spare), min_tiles)
@@ -184,7 +196,15 @@ def _schedule(
     if not ONCE:
         for begin in range(AT_ONCE, num_rows, AT_ONCE):
             _, _, _, _, more = _parts(
-                query_start_ptr, seq_lens_ptr, begin + rows, num_rows, window, longest, WINDOW, BN
+                query_start_ptr,
+                seq_lens_ptr,
+                begin + rows,
+                num_rows,
+                window,
+                longest,
+                WINDOW,
+                BN,
+                DECODES,
             )
             more_place, more_placed = _item_offsets(own, per, begin + rows, more, span, most)
             place += more_place
@@ -203,47 +223,91 @@ def _schedule(
         tl.store(at + 4, q_len, mask=mine)
         tl.store(at + 5, first, mask=mine)
         tl.store(at + 6, parts, mask=mine)
-    if tl.program_id(0) == 0:
+    if program == 0:
         for begin in range(placed, num_items, AT_ONCE):
             at = begin + tl.arange(0, AT_ONCE)
             tl.store(items_ptr + at * 8, -1, mask=at < num_items)
 
 
-def schedule(
-    query_start: Tensor,
-    seq_lens: Tensor,
-    *,
-    kv_heads: int,
-    programs: int,
-    longest: int,
-    tiles: Tiles,
-    min_tiles: int,
-    most_parts: int,
-    window: int | None,
-    pdl: bool,
-) -> Schedule:
-    """Schedules rows of 1 to `longest` tokens, in parts of at least `min_tiles` KV tiles.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_items", "spare", "longest", "window", "min_tiles", "most"]
+)
+def _schedule(
+    query_start_ptr, seq_lens_ptr, items_ptr, rows_ptr, num_rows, num_items, spare, longest,
+    window, min_tiles, most,
+    BN: tl.constexpr, OWN_ROWS: tl.constexpr, AT_ONCE: tl.constexpr, ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Runs `schedule_rows`. Grid: (groups of OWN_ROWS rows)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    schedule_rows(
+        tl.program_id(0), query_start_ptr, seq_lens_ptr, items_ptr, rows_ptr, num_rows, num_items,
+        spare, longest, window, min_tiles, most, BN, OWN_ROWS, AT_ONCE, ONCE, WINDOW, False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The parts into which the KV of short rows is cut.
+
+    Attributes:
+        longest: the most tokens of a short row.
+        tiles: the tile of the kernel that runs the schedule.
+        spare: the most items that cutting adds to one per row. Without any, rows have one part.
+        min_tiles: the fewest KV tiles of a part.
+        most_parts: the most parts of a row.
+        window: positions that a query sees, or None.
+    """
+
+    longest: int
+    tiles: Tiles
+    spare: int
+    min_tiles: int
+    most_parts: int
+    window: int | None
+
+    def numbers(self, rows: int) -> tuple[int, ...]:
+        """Returns the numbers of a kernel that runs `schedule_rows`, for `rows` rows."""
+        most = self.most_parts if self.spare else 1
+        spare, window = max(self.spare, 1), self.window or 0
+        return rows + self.spare, spare, self.longest, window, self.min_tiles, most
+
+    def constants(self, rows: int) -> dict[str, Any]:
+        """Returns its compile-time constants."""
+        at_once = min(_AT_ONCE, max(32, triton.next_power_of_2(rows)))
+        return {
+            "BN": self.tiles.n,
+            "OWN_ROWS": OWN,
+            "AT_ONCE": at_once,
+            "ONCE": rows <= at_once,
+            "WINDOW": self.window is not None,
+        }
+
+
+def empty_schedule(rows: int, cuts: Cuts, device: torch.device) -> Schedule:
+    """Returns a schedule whose items are not written yet."""
+    items = torch.empty(rows + cuts.spare, 8, dtype=torch.int32, device=device)
+    first = torch.empty(2, rows, dtype=torch.int32, device=device)
+    return Schedule(items, first, cuts.tiles, cuts.longest, cuts.spare > 0)
+
+
+def schedule(query_start: Tensor, seq_lens: Tensor, cuts: Cuts, *, pdl: bool) -> Schedule:
+    """Schedules rows of 1 to `cuts.longest` tokens.
 
     Args:
         query_start: int32 [R + 1].
         seq_lens: int32 [R].
-        programs: the most items that cutting adds to one per row.
-        most_parts: the most parts of a row.
     """
-    num_rows, device = seq_lens.shape[0], seq_lens.device
-    spare = programs // kv_heads if most_parts > 1 else 0
-    num_items = num_rows + spare
-    items = torch.empty(num_items, 8, dtype=torch.int32, device=device)
-    rows = torch.empty(2, num_rows, dtype=torch.int32, device=device)
-    at_once = min(_AT_ONCE, max(32, triton.next_power_of_2(num_rows)))
-    launch(_schedule, (triton.cdiv(num_rows, _OWN),))(
-        query_start, seq_lens, items, rows, num_rows, num_items, max(spare, 1), longest,
-        window or 0, min_tiles, most_parts if spare else 1,
-        BN=tiles.n, OWN=_OWN, AT_ONCE=at_once, ONCE=num_rows <= at_once,
-        WINDOW=window is not None, PDL=pdl,
-        **options(pdl, num_warps=1 if num_rows <= 32 else 4),
+    count = seq_lens.shape[0]
+    made = empty_schedule(count, cuts, seq_lens.device)
+    launch(_schedule, (triton.cdiv(count, OWN),))(
+        query_start, seq_lens, made.items, made.rows, count, *cuts.numbers(count),
+        **cuts.constants(count), PDL=pdl,
+        **metadata_options(pdl, num_warps=1 if count <= 32 else 4),
     )  # fmt: skip
-    return Schedule(items, rows, tiles, longest, spare > 0)
+    return made
 
 
 @triton.jit
@@ -376,6 +440,6 @@ def schedule_long(
         query_start, seq_lens, items, places, num_rows, num_items, tokens, spare, shortest,
         window or 0, most_parts,
         GROUP=group, BM=tiles.m, BN=tiles.n, AT_ONCE=at_once, WINDOW=window is not None, PDL=pdl,
-        **options(pdl, num_warps=1 if num_rows <= 32 else 4),
+        **metadata_options(pdl, num_warps=1 if num_rows <= 32 else 4),
     )  # fmt: skip
     return LongSchedule(items, places, tiles)

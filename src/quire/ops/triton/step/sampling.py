@@ -60,7 +60,12 @@ def sample(
     pdl = traits(device).pdl
     columns = (lanes, position, temperature, top_k, top_p, min_p, seed, sample_index)
     strides = (logits.stride(0), temperature.stride(0), top_k.stride(0))
-    shared = {"TILE": _TILE, "TRUNCATE": truncate_rows, "FAST": device.type == "cuda", "PDL": pdl}
+    shared = {
+        "TILE": _TILE,
+        "TRUNCATE": truncate_rows,
+        "FAST": device.type == "cuda",
+        "PDL": pdl,
+    }
     launch(scan, (rows, tiles))(
         logits, *columns, best, entry, peaks, sums, vocab, *strides, _DRAW, **shared,
         **options(pdl, num_warps=4),
@@ -72,6 +77,35 @@ def sample(
         **options(pdl, num_warps=8 if truncate_rows else 1),
     )  # fmt: skip
     return tokens
+
+
+def scan_rows(
+    logits: Tensor,
+    lanes: Tensor,
+    position: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    sample_index: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Returns the score and the entry of the best token of each tile of each row, [L, tiles].
+
+    The arguments are those of `sample`. No row is truncated."""
+    rows, vocab = logits.shape
+    tiles, device = triton.cdiv(vocab, _TILE), logits.device
+    best = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+    entry = torch.empty(rows, tiles, dtype=torch.int32, device=device)
+    pdl = traits(device).pdl
+    launch(scan, (rows, tiles))(
+        logits, lanes, position, temperature, top_k, top_p, min_p, seed, sample_index, best, entry,
+        best, best, vocab, logits.stride(0), temperature.stride(0), top_k.stride(0), _DRAW,
+        TILE=_TILE, TRUNCATE=False, FAST=device.type == "cuda", PDL=pdl,
+        **options(pdl, num_warps=4),
+    )  # fmt: skip
+    return best, entry
 
 
 def token_logprobs(

@@ -36,11 +36,12 @@ def scan(
     TILE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scans a tile of a row's logits. Grid: (rows, tiles). A temperature of 0 is greedy."""
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     lane = tl.load(lanes_ptr + row).to(tl.int64)
     if lane < 0:
         return
@@ -254,6 +255,16 @@ def _pick_cut(
 
 
 @triton.jit
+def best_entry(best, entries, num_tiles, TILES_PAD: tl.constexpr):
+    """Returns the best entry of a row from the scan's results; -1 if a logit was not a number."""
+    tiles = tl.arange(0, TILES_PAD)
+    real = tiles < num_tiles
+    entry = tl.load(entries + tiles, mask=real, other=INT_MAX)
+    score = tl.load(best + tiles, mask=real, other=float("-inf"))
+    return tl.min(tl.where(score == tl.max(score, 0), entry, INT_MAX), 0)
+
+
+@triton.jit
 def pick(
     logits_ptr, lanes_ptr, position_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
     sample_ptr, best_ptr, entry_ptr, peaks_ptr, sums_ptr, stretch_ptr, found_ptr, tokens_ptr, vocab,
@@ -262,10 +273,11 @@ def pick(
     AT_ONCE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Picks the token of a row. Grid: (rows). Rows without truncation take the scan's best."""
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     lane = tl.load(lanes_ptr + row).to(tl.int64)
     if lane < 0:
         return

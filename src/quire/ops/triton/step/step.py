@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -10,8 +10,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.rows import Drafts, Expanded, ExpandedGroup, LogitRows, StepRows
+from quire.ops.arguments import RmsScale
+from quire.ops.rows import Drafts, Expanded, ExpandedGroup, LogitRows, ResultRing, StepRows
 from quire.ops.triton.launch import launch, options, traits
+from quire.ops.triton.step.sampling import scan_rows
+from quire.ops.triton.step.sampling_kernels import best_entry
 
 _BLOCK = 1024
 
@@ -194,23 +197,38 @@ def expand_rows(
     return Expanded(ids, positions, seq_lens, tuple(groups), (), max_seq_len)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_logits"])
+@triton.jit
+def _normed(x, weight, width, eps, dtype: tl.constexpr):
+    """Returns the RMSNorm of a row in x's dtype. `dtype` is the dtype of the stored weight."""
+    wide = x.to(tl.float32)
+    wide = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(dtype).to(tl.float32)
+    return (wide * weight).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_logits", "slots"])
 def _collect(
     hidden_ptr, lanes_ptr, query_start_ptr, flags_ptr, logit_lanes_ptr, logit_tokens_ptr,
-    position_ptr, last_ptr, kept_ptr, held_ptr, num_tokens, num_rows, num_logits, width,
-    hidden_stride, BLOCK: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    position_ptr, last_ptr, kept_ptr, held_ptr, turn_ptr, weight_ptr, num_tokens, num_rows,
+    num_logits, width, hidden_stride, slots, eps, BLOCK: tl.constexpr, HELD: tl.constexpr,
+    RING: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copies hidden states, and advances PROMPT rows. Grid: (the larger one of tokens and rows,
-    chunks of the width)."""
-    row = tl.program_id(0)
+    chunks of the width). With NORM a chunk is a whole row."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+    row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
+    weight = 1.0
+    if NORM:
+        weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
     place = tl.cast(row, tl.int64)
     if row < num_tokens:
-        state = tl.load(hidden_ptr + place * hidden_stride + at, mask=inside)
+        state = tl.load(hidden_ptr + place * hidden_stride + at, mask=inside, other=0.0)
+        if NORM:
+            state = _normed(state, weight, width, eps, weight_ptr.dtype.element_ty)
         tl.store(kept_ptr + place * width + at, state, mask=inside)
     if row < num_logits:
         lane_of = tl.load(logit_lanes_ptr + row).to(tl.int64)
@@ -220,8 +238,15 @@ def _collect(
             if HELD:
                 if token < 0:
                     source = held_ptr + lane_of * width
-            state = tl.load(source + at, mask=inside)
+            state = tl.load(source + at, mask=inside, other=0.0)
+            if NORM:
+                normed = _normed(state, weight, width, eps, weight_ptr.dtype.element_ty)
+                # The states of held lanes are normed already.
+                state = tl.where(token < 0, state, normed)
             tl.store(last_ptr + place * width + at, state, mask=inside)
+    if RING:
+        if (row == 0) & (tl.program_id(1) == 0):
+            tl.store(turn_ptr, (tl.load(turn_ptr) + 1) % slots)
     if (row < num_rows) & (tl.program_id(1) == 0):
         lane = tl.load(lanes_ptr + row).to(tl.int64)
         if lane >= 0:
@@ -238,16 +263,22 @@ def collect_rows(
     last: Tensor,
     kept: Tensor,
     held: Tensor | None = None,
+    ring: ResultRing | None = None,
+    norm: RmsScale | None = None,
 ) -> None:
     """See `ops.collect_rows`."""
     tokens, width = hidden.shape
     count = len(rows.lanes)
     pdl = traits(hidden.device).pdl
-    launch(_collect, (max(tokens, count, 1), triton.cdiv(width, _BLOCK)))(
+    block = _BLOCK if norm is None else triton.next_power_of_2(width)
+    launch(_collect, (max(tokens, count, 1), triton.cdiv(width, block)))(
         hidden, rows.lanes, rows.query_start, rows.flags, logit_rows.lanes, logit_rows.tokens,
-        position, last, kept, last if held is None else held, tokens, count, len(logit_rows.lanes),
-        width, hidden.stride(0), BLOCK=_BLOCK, HELD=held is not None, PDL=pdl,
-        **options(pdl, num_warps=4),
+        position, last, kept, last if held is None else held,
+        position if ring is None else ring.turn, hidden if norm is None else norm.weight, tokens,
+        count, len(logit_rows.lanes), width, hidden.stride(0),
+        1 if ring is None else len(ring.lines), 0.0 if norm is None else norm.eps, BLOCK=block,
+        HELD=held is not None, RING=ring is not None, NORM=norm is not None, PDL=pdl,
+        **options(pdl, num_warps=4 if norm is None else min(max(block // 512, 1), 16)),
     )  # fmt: skip
 
 
@@ -265,11 +296,16 @@ def _is_stop(stops_ptr, num_stops, token, STEP: tl.constexpr):
 @triton.jit(do_not_specialize=["num_logits"])
 def _finish(
     lanes_ptr, logit_start_ptr, logit_lanes_ptr, lengths_ptr, sampled_ptr, position_ptr, tokens_ptr,
-    max_total_ptr, min_total_ptr, num_stops_ptr, stops_ptr, results_ptr, counts_ptr,
-    num_logits, tokens_stride, max_len, stops_stride, results_stride, vocab,
-    COLUMNS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    max_total_ptr, min_total_ptr, num_stops_ptr, stops_ptr, results_ptr, counts_ptr, ring_ptr,
+    turn_ptr, best_ptr, num_logits, tokens_stride, max_len, stops_stride, results_stride, vocab,
+    slot_stride, num_tiles,
+    COLUMNS: tl.constexpr, COUNT: tl.constexpr, RING: tl.constexpr, TILES_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Accepts the tokens of a row. Grid: (rows)."""
+    """Accepts the tokens of a row. Grid: (rows).
+
+    If TILES_PAD is not 0, tokens are picked from `sampling_kernels.scan`'s results, which
+    `sampled_ptr` (entries) and `best_ptr` point to."""
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -293,7 +329,13 @@ def _finish(
         num_stops = tl.load(num_stops_ptr + lane)
         for place in range(start, end):
             if going & (tl.load(logit_lanes_ptr + place) >= 0):
-                token = tl.load(sampled_ptr + place)
+                if TILES_PAD:
+                    token = best_entry(
+                        best_ptr + place * num_tiles, sampled_ptr + place * num_tiles, num_tiles,
+                        TILES_PAD,
+                    )  # fmt: skip
+                else:
+                    token = tl.load(sampled_ptr + place)
                 if token < 0:
                     reason = 3
                     going = False
@@ -321,6 +363,9 @@ def _finish(
         reason = tl.where(tl.load(position_ptr + lane) < -1, 4, 0)
     line = tl.where(column == 0, given, tl.where(column == 1, reason, line))
     tl.store(results + column, line, mask=column < results_stride)
+    if RING:
+        slot = ring_ptr + tl.load(turn_ptr).to(tl.int64) * slot_stride
+        tl.store(slot + row * results_stride + column, line, mask=column < results_stride)
 
 
 def finish_rows(
@@ -336,16 +381,55 @@ def finish_rows(
     num_stops: Tensor,
     stops: Tensor,
     counts: Tensor | None = None,
+    ring: ResultRing | None = None,
 ) -> None:
     """See `ops.finish_rows`."""
-    count = len(rows.lanes)
+    _run_finish(
+        rows, logit_rows, sampled, None, results, position, tokens, max_total, min_total, num_stops,
+        stops, counts, ring,
+    )  # fmt: skip
+
+
+def sample_and_finish(
+    logits: Tensor,
+    rows: StepRows,
+    logit_rows: LogitRows,
+    results: Tensor,
+    *,
+    sampling: Mapping[str, Tensor],
+    position: Tensor,
+    tokens: Tensor,
+    max_total: Tensor,
+    min_total: Tensor,
+    num_stops: Tensor,
+    stops: Tensor,
+    ring: ResultRing | None = None,
+) -> None:
+    """See `ops.sample_and_finish`."""
+    best, entry = scan_rows(logits, logit_rows.lanes, logit_rows.lengths, **sampling)
+    _run_finish(
+        rows, logit_rows, entry, best, results, position, tokens, max_total, min_total, num_stops,
+        stops, None, ring,
+    )  # fmt: skip
+
+
+def _run_finish(
+    rows: StepRows, logit_rows: LogitRows, sampled: Tensor, best: Tensor | None, results: Tensor,
+    position: Tensor, tokens: Tensor, max_total: Tensor, min_total: Tensor, num_stops: Tensor,
+    stops: Tensor, counts: Tensor | None, ring: ResultRing | None,
+) -> None:  # fmt: skip
+    count, tiles = len(rows.lanes), 0 if best is None else best.shape[1]
     pdl = traits(rows.device).pdl
     launch(_finish, (count,))(
         rows.lanes, rows.logit_start, logit_rows.lanes, logit_rows.lengths, sampled, position,
         tokens, max_total, min_total, num_stops, stops, results,
-        stops if counts is None else counts, len(sampled), tokens.stride(0), tokens.shape[1],
+        stops if counts is None else counts, results if ring is None else ring.lines,
+        position if ring is None else ring.turn, sampled if best is None else best, len(sampled),
+        tokens.stride(0), tokens.shape[1],
         stops.stride(0), results.stride(0), 0 if counts is None else counts.shape[1],
-        COLUMNS=triton.next_power_of_2(results.shape[1]), COUNT=counts is not None, PDL=pdl,
+        0 if ring is None else ring.lines.stride(0), tiles,
+        COLUMNS=triton.next_power_of_2(results.shape[1]), COUNT=counts is not None,
+        RING=ring is not None, TILES_PAD=triton.next_power_of_2(tiles) if tiles else 0, PDL=pdl,
         **options(pdl, num_warps=1),
     )  # fmt: skip
 

@@ -16,6 +16,17 @@ from starlette.responses import Response
 from quire import __version__
 from quire.checkpoint_digest import checkpoint_digest
 from quire.config import EngineArgs, EngineConfig
+from quire.errors import RequestError
+from quire.features.weight_updates.calls import (
+    SLEEP,
+    STATE,
+    WAKE_UP,
+    Sleep,
+    WakeUp,
+    WeightsState,
+    known_tags,
+)
+from quire.features.weight_updates.control import call_all
 from quire.server.errors import ApiError, stuck_error
 from quire.server.http.query import Query
 from quire.server.http.sse import json_response
@@ -106,13 +117,21 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def sleep(request: Request) -> Response:
-    """Ends the engine's process, so that its devices are free for others.
+    """Frees the engine's devices for others. The engine's process gives its memory up if it has
+    `enable_sleep_mode`, and ends otherwise.
 
     Raises:
         ApiError: 409, requests run, or another call is at it.
     """
     state = state_of(request)
-    level = Query(request, "level").integer("level", 1, 1, 2)
+    query = Query(request, "level", "tags", "mode", many=("tags",))
+    level, tags = query.integer("level", 1, 1, 2), query.list("tags")
+    mode = query.choice("mode", ("", "abort", "wait", "keep", "retract")) or None
+    if state.client.config.args.enable_sleep_mode:
+        asked = Sleep(level, known_tags(tags), mode)  # type: ignore[arg-type]
+        return await _sleep_in_process(state, asked)
+    if tags is not None or mode is not None:
+        raise _process_only("tags" if tags is not None else "mode")
     with _alone(state):
         if not state.client.asleep:
             await _fall_asleep(state)
@@ -139,10 +158,41 @@ async def _fall_asleep(state: ServerState) -> None:
     await client.sleep()
 
 
+async def _sleep_in_process(state: ServerState, asked: Sleep) -> Response:
+    if asked.mode is None and state.generations:
+        raise ApiError(
+            409, f"{len(state.generations)} requests run or wait.", code="requests_running"
+        )
+    try:
+        found = await call_all(state.client, SLEEP, asked)
+    except RequestError as error:
+        if error.code == "requests_running":
+            raise ApiError(409, str(error), code=error.code) from None
+        raise
+    return _told(state, found)
+
+
+def _told(state: ServerState, found: WeightsState) -> Response:
+    state.metrics.asleep.set(bool(found.asleep))
+    return json_response(SleepState(bool(found.asleep), found.level))
+
+
+def _process_only(param: str) -> ApiError:
+    return ApiError(
+        400, f"'{param}' needs an engine that sleeps in its process (--enable-sleep-mode).",
+        param=param, code="unsupported_parameter",
+    )  # fmt: skip
+
+
 async def wake_up(request: Request) -> Response:
-    """Starts the engine again, and answers when it takes requests."""
+    """Wakes the engine, or starts it again, and answers when it takes requests."""
     state = state_of(request)
-    Query(request)
+    tags = Query(request, "tags", many=("tags",)).list("tags")
+    if state.client.config.args.enable_sleep_mode:
+        asked = WakeUp(() if tags is None else known_tags(tags))
+        return _told(state, await call_all(state.client, WAKE_UP, asked))
+    if tags is not None:
+        raise _process_only("tags")
     with _alone(state):
         if state.client.asleep:
             try:
@@ -159,6 +209,8 @@ async def wake_up(request: Request) -> Response:
 
 async def is_sleeping(request: Request) -> Response:
     state = state_of(request)
+    if state.client.config.args.enable_sleep_mode:
+        return _told(state, await call_all(state.client, STATE, None))
     return json_response(SleepState(state.client.asleep, state.sleep_level))
 
 

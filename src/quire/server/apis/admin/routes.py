@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from quire.server.apis.admin import management, probes
 from quire.server.apis.admin.live import live
-from quire.server.apis.route import EVENTS, Route, check_admin
+from quire.server.apis.route import EVENTS, Route, Schema, check_admin
 
 _LIVE_QUERY = {
     "rate": {"type": "integer", "minimum": 1, "maximum": 10},
     "frames": {"type": "integer", "minimum": 0},
 }
-_LEVEL = {"level": {"type": "integer", "minimum": 1, "maximum": 2}}
+_TAG: Schema = {"type": "string", "enum": ["weights", "kv"]}
+_TAGS: dict[str, Schema] = {"tags": {"type": "array", "items": _TAG}}
+_SLEEP: dict[str, Schema] = {
+    "level": {"type": "integer", "minimum": 1, "maximum": 2},
+    "mode": {"type": "string", "enum": ["abort", "wait", "keep", "retract"]},
+    **_TAGS,
+}
 
 ROUTES = (
     Route("get", "/health", probes.health, "Whether the engine lives",
@@ -30,9 +36,9 @@ ROUTES = (
           "Forget cached prefixes, for admins",
           answer=management.CacheResetAnswer, check=check_admin),
     Route("post", "/sleep", management.sleep, "Free the engine's devices, for admins",
-          answer=management.SleepState, query=_LEVEL, check=check_admin),
-    Route("post", "/wake_up", management.wake_up, "Start the engine again, for admins",
-          answer=management.SleepState, check=check_admin),
+          answer=management.SleepState, query=_SLEEP, check=check_admin),
+    Route("post", "/wake_up", management.wake_up, "Wake the engine, or start it again, for admins",
+          answer=management.SleepState, query=_TAGS, check=check_admin),
     Route("get", "/is_sleeping", management.is_sleeping, "Whether the engine sleeps",
           answer=management.SleepState),
     Route("get", "/engine/live", live, "What the engine is at, while somebody looks",

@@ -45,7 +45,9 @@ from quire.server.apis.openai.objects import (
     CustomDelta,
     FunctionDelta,
     MessageToolCall,
+    TokensOfVersion,
     ToolCallChunk,
+    versions_of,
 )
 from quire.server.apis.openai.protocol import ChatRequest
 from quire.server.apis.openai.stored_chats import StoredChat, chat_store, check_store
@@ -320,6 +322,7 @@ class ChatWriter:
                 choice.stop_reason = answer.stop_reason
             if self.body.return_token_ids:
                 choice.token_ids = answer.token_ids
+            choice.weight_versions = self._versions(answer.choice)
             choices.append(choice)
         envelope = self._envelope("chat.completion", choices, self.reply.usage)
         if self.body.metadata is not None:
@@ -356,6 +359,7 @@ class ChatWriter:
                 choice.finish_reason = chat.finish_reason(choice.finish_reason)
             if event.stop_reason is not None:
                 choice.stop_reason = event.stop_reason
+            choice.weight_versions = self._versions(event.choice)
             return choice
         choice = ChatChunkChoice(event.choice, _delta(event), self._logprobs(event), None)
         if self.body.functions:
@@ -363,6 +367,10 @@ class ChatWriter:
         if self.body.return_token_ids:
             choice.token_ids = event.token_ids
         return choice
+
+    def _versions(self, choice: int) -> list[TokensOfVersion] | UnsetType:
+        runs = self.reply.versions(choice)
+        return versions_of(runs, always=bool(self.body.return_token_ids))
 
     def _envelope(self, kind: str, choices: Any, usage: Any) -> CompletionObject[Any]:
         tier = self.body.service_tier

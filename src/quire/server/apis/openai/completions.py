@@ -40,6 +40,7 @@ from quire.server.apis.openai.objects import (
     CompletionObject,
     GenerateAnswer,
     PromptLogprobs,
+    versions_of,
 )
 from quire.server.apis.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.apis.openai.structured import structured_field
@@ -317,6 +318,9 @@ class CompletionWriter:
             choice.token_ids = [] if self.body.max_tokens == 0 else piece.token_ids
             if first:
                 choice.prompt_token_ids = info.token_ids
+        always = bool(self.body.return_token_ids)
+        runs = [] if self.body.max_tokens == 0 else piece.versions
+        choice.weight_versions = versions_of(runs, always=always)
         if self.with_prompt_logprobs and info.logprobs is not None:
             index = piece.choice // self.n
             if index not in self.prompt_logprobs:
@@ -397,7 +401,10 @@ async def generate(request: Request) -> Response:
     if not body.stream:
         (piece,) = await unless_disconnected(request.receive, collect(generation))
         ids = piece.token_ids if body.return_token_ids else UNSET
-        return json_response(GenerateAnswer(piece.text, piece.finish_reason, generation.usage, ids))
+        versions = versions_of(piece.versions, always=bool(body.return_token_ids))
+        return json_response(
+            GenerateAnswer(piece.text, piece.finish_reason, generation.usage, ids, versions)
+        )
     await start_stream(request, generation)
     return EventStream(
         generation,

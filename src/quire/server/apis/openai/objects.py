@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.outputs import VersionRun
 from quire.server.chat.text import CompletionUsage
 
 Choice = TypeVar("Choice")
@@ -27,6 +29,32 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int] = []
 
 
+class TokensOfVersion(msgspec.Struct):
+    """Consecutive tokens that one version of the weights gave.
+
+    version: number of the weights' updates before.
+    """
+
+    version: int
+    tokens: int
+
+
+def versions_of(runs: Sequence[VersionRun], *, always: bool) -> list[TokensOfVersion] | UnsetType:
+    """Returns the versions of a choice's tokens for its answer.
+
+    Unless `always`, they are left out while the weights are those that the engine began with.
+    """
+    if not always and not any(version for version, _ in runs):
+        return UNSET
+    found: list[TokensOfVersion] = []
+    for version, tokens in runs:
+        if found and found[-1].version == version:
+            found[-1].tokens += tokens
+        elif tokens:
+            found.append(TokensOfVersion(version, tokens))
+    return found
+
+
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
@@ -36,6 +64,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    weight_versions: list[TokensOfVersion] | UnsetType = UNSET
 
 
 class ChatTopLogprob(msgspec.Struct):
@@ -132,6 +161,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[TokensOfVersion] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -141,6 +171,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[TokensOfVersion] | UnsetType = UNSET
 
 
 class CompletionObject(msgspec.Struct, Generic[Choice]):
@@ -168,6 +199,7 @@ class GenerateAnswer(msgspec.Struct):
     finish_reason: str | None
     usage: CompletionUsage
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[TokensOfVersion] | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct):
