@@ -169,9 +169,9 @@ class TinyEngine:
     def submit_masks(self, step_id: int, masks: Mapping[int, Int32]) -> None:
         """Submits the masks of a step's GATED rows: by lane, int32 [lines, words]."""
         inputs = self.executor.host_inputs()
-        lines, per_lane = inputs.buffer(), inputs.shape.lines
-        for lane, mask in masks.items():
-            lines[lane * per_lane : lane * per_lane + len(mask)] = mask
+        starts = inputs.first_lines(step_id, int32(list(masks))).tolist()
+        for start, (lane, mask) in zip(starts, masks.items(), strict=True):
+            inputs.buffer()[start : start + len(mask)] = mask
             inputs.put(step_id, lane)
 
     def add(self, name: str, job: Job) -> list[Request]:

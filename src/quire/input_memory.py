@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.arrays import Int32
+from quire.arrays import Int32, int32
 from quire.errors import QuireError
 
 DEPTH = 64
@@ -44,6 +44,7 @@ class InputShape(msgspec.Struct, frozen=True):
         words: 32-bit words of a line.
         results: Words of a row's result.
         claims: Tokens of a claim; 0: no row has drafts.
+        sets: Sets of lines of a lane, which steps use in turn.
     """
 
     lanes: int
@@ -51,6 +52,7 @@ class InputShape(msgspec.Struct, frozen=True):
     words: int
     results: int = 3
     claims: int = 0
+    sets: int = 1
 
     @property
     def parts(self) -> list[tuple[type[Any], tuple[int, ...]]]:
@@ -65,7 +67,7 @@ class InputShape(msgspec.Struct, frozen=True):
             (np.int32, (*rows, self.results)),
             (np.int32, (*rows, self.claims)),
             (np.int32, rows),
-            (np.int32, (self.lanes * self.lines, self.words)),
+            (np.int32, (self.lanes * self.sets * self.lines, self.words)),
         ]
 
     @property
@@ -87,8 +89,11 @@ class InputMemory:
 
     A lane has a flag, which names the last step whose inputs are in place. A GPU waits without the
     host: a kernel of the step's head polls the flags of the step's rows, and later steps queue up.
-    The inputs of a lane's next row need the result of the last row. So one set of lines per lane is
-    enough, and a late row finds its inputs there when it is planned again.
+    The inputs of a lane's next row need the result of the last row. So with one rank one set of
+    lines per lane is enough. With several ranks, that result comes from the first rank, while
+    others may still read the lines of the last row. Then there is one set more than steps in
+    flight. A step is planned after the result of a step behind the last user of its set, and a
+    step's body needs all ranks. So all ranks have read the set.
 
     One thread at a time writes a lane's lines and its flag: that of the lane's turn.
 
@@ -128,13 +133,25 @@ class InputMemory:
     # -- inputs --------------------------------------------------------------------------------
 
     def buffer(self) -> Int32:
-        """Returns the memory of all lines, int32 [lanes * lines, words].
+        """Returns the memory of all lines, int32 [lanes * sets * lines, words].
 
-        Lane i has the lines from `i * shape.lines` on. A line is a mask over the vocabulary: a
-        token is allowed if its bit is set.
+        A line is a mask over the vocabulary: a token is allowed if its bit is set.
         """
         lines: Int32 = self._lines
         return lines
+
+    def first_lines(self, step_id: int, lanes: Int32) -> Int32:
+        """Returns the first line of each lane's row in a step, int32 [lanes]."""
+        shape = self.shape
+        return (lanes * shape.sets + step_id % shape.sets) * shape.lines
+
+    def copy_line(self, from_step: int, to_step: int, lane: int) -> None:
+        """Copies the first line of a lane's late row to the step that continues the row."""
+        source, target = (
+            int(self.first_lines(step, int32([lane]))[0]) for step in (from_step, to_step)
+        )
+        if source != target:
+            self._lines[target] = self._lines[source]
 
     def put(self, step_id: int, lane: int) -> None:
         """Says that the inputs of a lane's row in a step are in its lines.

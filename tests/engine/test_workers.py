@@ -76,7 +76,9 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
     assert plan is not None
     plan.flags = plan.flags | int32([RowFlag.GATED])
     pair.executor.submit(plan)
-    assert pair.executor.host_inputs().buffer().shape == (pair.lanes, VOCAB // 32)
+    inputs = pair.executor.host_inputs()
+    assert inputs.buffer().shape == (pair.lanes * inputs.shape.sets, VOCAB // 32)
+    assert inputs.shape.sets > 1
     mask = np.zeros((1, VOCAB // 32), dtype=np.int32)
     mask[0, 2] = 1 << 3  # token 67 alone
     pair.submit_masks(plan.step_id, {int(plan.lanes[0]): mask})

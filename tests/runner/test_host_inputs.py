@@ -186,3 +186,14 @@ def test_each_logit_row_of_a_gated_row_has_a_line_of_its_lane() -> None:
 def test_without_gated_rows_there_are_no_lines() -> None:
     plan = StepPlan(0, int32([0]), int32([2]), int32([2]), int32([_SAMPLE]))
     assert packed(plan, 1)[0] == [-1] * 16
+
+
+def test_sets_of_lines() -> None:
+    """Steps use a lane's sets in turn; the step that continues a late row gets its line."""
+    inputs = HostInputs(CPU, InputShape(2, 2, 1, sets=3))
+    assert inputs.buffer().shape == (12, 1)
+    firsts = [inputs.first_lines(step, int32([0, 1])).tolist() for step in range(4)]
+    assert firsts == [[0, 6], [2, 8], [4, 10], [0, 6]]
+    inputs.buffer()[8] = 5
+    inputs.copy_line(1, 3, 1)
+    assert inputs.buffer()[6] == 5

@@ -211,8 +211,7 @@ def test_conversations(checkpoints: Any, llms: Any) -> None:
 def test_two_ranks(case: str, checkpoints: Any, llms: Any) -> None:
     """Every rank holds the tower, and reads the pixels from memory that all share."""
     checkpoint = checkpoints(case)
-    # Masks are never late, so that a busy machine changes nothing about the steps.
-    llm = llms(checkpoint.folder, tensor_parallel_size=2, structured_outputs_wait_us=1e6)
+    llm = llms(checkpoint.folder, tensor_parallel_size=2)
     assert out(llm) == [checkpoint.tokens(place) for place in EXPECTED]
 
 

@@ -111,6 +111,9 @@ def engines() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Nothing is measured, so drafts cost nothing, and there are many.
         patch.setattr(Verifier, "seconds", lambda hook, program, graphs: {})
+        # Steps use several sets of lines in turn, as with several ranks.
+        shape = Mask._shape
+        patch.setattr(Mask, "_shape", lambda hook, limits, shared: shape(hook, limits, shared=True))
         DEADLINES.patch(patch)
         yield
         while _llms:

@@ -380,6 +380,7 @@ class GrammarFeature(Feature, LoopFeature):
         for lane in lanes[held].tolist() if self._held else ():
             self._held.discard(lane)
             if (masked := self._lanes[lane]) is not None:
+                self._inputs.copy_line(masked.late, builder.step_id, lane)
                 masked.late = -1
         builders = self._row_builders[lanes]
         for number in range(self._builders.count):

@@ -381,7 +381,7 @@ class MaskWorker:
             if claim is None:
                 return False
             row = self._drafted(request, row, *claim)
-        first = lane * inputs.shape.lines
+        first = int(inputs.first_lines(planned.step_id, int32([lane]))[0])
         masks, state = inputs.buffer()[first : first + lines], request.state
         text = NO_TEXT if state.forced is None else state.forced.text
         try:

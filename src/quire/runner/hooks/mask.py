@@ -67,20 +67,22 @@ class Mask(ProgramHook, HostHook, GateHook):
         self._remote = remote
         self._words = -(-config.vocab_size // 32)
         self._patience = patience_us
+        self._steps_in_flight = config.scheduler.steps_in_flight
         self._memory: SharedMemory | None = None
         self._rank, self._world = 0, 1
         self.inputs: HostInputs | None = None
 
     def shared_bytes(self, limits: Limits) -> int:
-        return self._shape(limits).size
+        return self._shape(limits, shared=True).size
 
-    def _shape(self, limits: Limits) -> InputShape:
+    def _shape(self, limits: Limits, *, shared: bool) -> InputShape:
         return InputShape(
             limits.lanes,
             1 + limits.drafts,
             self._words,
             3 + limits.drafts,
             claim_width(limits.drafts),
+            self._steps_in_flight + 1 if shared else 1,
         )
 
     def share(self, memory: SharedMemory) -> None:
@@ -105,7 +107,7 @@ class Mask(ProgramHook, HostHook, GateHook):
         self._state = state
         self.inputs = HostInputs(
             state.device,
-            self._shape(state.limits),
+            self._shape(state.limits, shared=self._memory is not None),
             self._memory,
             self._rank,
             self._world,
@@ -134,7 +136,7 @@ class Mask(ProgramHook, HostHook, GateHook):
         counts = np.diff(logit_starts(plan))
         starts = np.cumsum(counts) - counts
         masked = (plan.flags & (RowFlag.GATED | RowFlag.HELD)) != 0
-        first = np.where(masked, plan.lanes * self.inputs.shape.lines, -1)
+        first = np.where(masked, self.inputs.first_lines(plan.step_id, plan.lanes), -1)
         number = np.arange(counts.sum()) - np.repeat(starts, counts)
         first = np.repeat(first, counts)
         lines[: len(first)] = np.where(first >= 0, first + number, -1)
