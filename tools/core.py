@@ -62,6 +62,7 @@ CORE = (
     "scheduler/step.py",
     "scheduler/lanes.py",
     "scheduler/running.py",
+    "input_memory.py",
     "scheduler/delays.py",
     "scheduler/waiting.py",
     "scheduler/order.py",

@@ -81,7 +81,7 @@ def test_the_same_texts(llm: LLM, expected: list[list[list[int]]]) -> None:
 
 
 def test_a_process_that_ends(llm: LLM, expected: list[list[list[int]]]) -> None:
-    """Fails its requests. Others end as they would, and the next ones have another process."""
+    """A process that ends fails its requests. Others end as they would."""
     texts(llm)
     core, before = llm._core, pids(llm)
     requests = []
