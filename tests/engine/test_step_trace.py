@@ -83,6 +83,10 @@ def test_steps_and_requests(tmp_path: Path) -> None:
     assert all(args["device_us"] > 0 for args in on_device)
     assert sum(args["tokens"] for args in on_device) == 6 * (20 + 23)
     ends = [event["args"] for event in events if event["name"] == "decode"]
+    for end in ends:
+        delays = end.pop("delays_us")
+        assert {"queue", "prefill", "decode"} <= set(delays)
+        assert all(us >= 0 for us in delays.values())
     assert ends == [{"output_tokens": 24, "finish_reason": "length"}] * 6
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names == {"host", "device", *(f"{i}/0" for i in range(1, 7))}

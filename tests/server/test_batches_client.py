@@ -490,7 +490,7 @@ def test_names_of_files_are_text(tmp_path: Path) -> None:
 async def _refuses_uploads(http: httpx.AsyncClient) -> None:
     good = {"file": ("a.jsonl", b"{}")}
     for files, data, param, status in (
-        (good, {"purpose": "vision"}, "purpose", 400),
+        (good, {"purpose": "fine-tune"}, "purpose", 400),
         (good, {}, "purpose", 400),
         (good, {"purpose": "batch", "odd": "1"}, "odd", 400),
         (good, {"purpose": "batch", "expires_after[seconds]": "3600"}, "expires_after", 400),
