@@ -1,6 +1,6 @@
 """The trainer's side of an update: memory that an engine can map, and a group that it joins.
 
-Everything here needs only torch, and may be copied into a trainer that does not import Quire.
+It needs PyTorch and the modules of Quire that it imports, but no engine.
 """
 
 from __future__ import annotations
