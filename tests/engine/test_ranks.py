@@ -66,6 +66,28 @@ def completions(ranks: int, **settings: Any) -> list[list[int]]:
         llm.shutdown()
 
 
+def test_an_engine_that_ended_leaves_the_next_one_alone() -> None:
+    """The finalizer of an `LLM` may end it again while another one runs."""
+
+    def engine() -> LLM:
+        return LLM(
+            device="cpu",
+            max_num_seqs=2,
+            num_kv_blocks=16,
+            max_model_len=64,
+            tensor_parallel_size=2,
+        )
+
+    first = engine()
+    first.shutdown()
+    second = engine()
+    first.shutdown()
+    params = SamplingParams(temperature=0.0, **PLAIN)
+    (output,) = second.generate("One day", params, use_tqdm=False)
+    second.shutdown()
+    assert len(output.outputs[0].token_ids) == PLAIN["max_tokens"]
+
+
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [

@@ -107,6 +107,7 @@ class WorkerExecutor:
         check_no_group()  # Checked first, because ending this engine would leave another's group.
         self._captured = config.device != "cpu" and not config.eager
         timeout = timeout or (_STEP_SECONDS if self._captured else _EAGER_STEP_SECONDS)
+        self._ended = False
         self.workers: list[RemoteWorker] = []
         self._watch: RankWatch | None = None
         self._placement: RayPlacement | None = None
@@ -234,6 +235,9 @@ class WorkerExecutor:
         return self._watched.news
 
     def shutdown(self) -> None:
+        if self._ended:
+            return  # The process may be in the group of another engine by now.
+        self._ended = True
         broken = self._watch is not None and self._watch.error is not None
         if self._watch is not None:
             self._watch.close()
