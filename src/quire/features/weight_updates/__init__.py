@@ -1,7 +1,8 @@
 """Weights that change under a running engine, and an engine that sleeps.
 
-`hook.py` writes an update on every rank, `feature.py` decides when, `open_sources.py` opens what an
-update brings, and `api.py` has the routes that trainers call.
+`hook.py` writes an update on every rank, `feature.py` decides when, and `open_sources.py` opens what
+an update brings. `api.py` has the routes that trainers call; `sglang_api.py` and `vllm_api.py` have
+those by other servers' names.
 """
 
 from quire.features.spec import FeatureSpec
@@ -19,7 +20,7 @@ FEATURE = FeatureSpec(
     earlier_hook=f"{_HERE}.hook:UpdateHook",
     methods={name: f"{_HERE}.offline:{name}" for name in ("update_weights", "sleep", "wake_up")},
     calls=f"{_HERE}.calls:CALLS",
-    routes=f"{_HERE}.api:ROUTES",
+    routes=f"{_HERE}.routes:ROUTES",
     stats=f"{_HERE}.stats:UpdateStats",
     stats_name="weight_updates",
     metrics=f"{_HERE}.metrics:collect",
