@@ -1,8 +1,8 @@
 """Weights that change under a running engine, and an engine that sleeps.
 
-`hook.py` writes an update on every rank, `feature.py` decides when, and `open_sources.py` opens what
-an update brings. `api.py` has the routes that trainers call; `sglang_api.py` and `vllm_api.py` have
-those by other servers' names.
+`hook.py` writes an update on every rank, `feature.py` decides when, and `open_sources.py` opens
+what an update brings. `api.py` has the routes that trainers call; `sglang_api.py` and `vllm_api.py`
+have those by other servers' names.
 """
 
 from quire.features.spec import FeatureSpec
