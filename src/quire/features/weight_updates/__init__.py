@@ -1,8 +1,7 @@
 """Weights that change under a running engine, and an engine that sleeps.
 
 `hook.py` writes an update on every rank, `feature.py` decides when, and `open_sources.py` opens
-what an update brings. `api.py` has the routes that trainers call; `sglang_api.py` and `vllm_api.py`
-have those by other servers' names.
+what an update brings. `api/` has the routes that trainers call.
 """
 
 from quire.features.spec import FeatureSpec
@@ -20,7 +19,7 @@ FEATURE = FeatureSpec(
     earlier_hook=f"{_HERE}.hook:UpdateHook",
     methods={name: f"{_HERE}.offline:{name}" for name in ("update_weights", "sleep", "wake_up")},
     calls=f"{_HERE}.calls:CALLS",
-    routes=f"{_HERE}.routes:ROUTES",
+    routes=f"{_HERE}.api:ROUTES",
     stats=f"{_HERE}.stats:UpdateStats",
     stats_name="weight_updates",
     metrics=f"{_HERE}.metrics:collect",

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.errors import RequestError
 from quire.features.weight_updates import control
-from quire.features.weight_updates.api import (
+from quire.features.weight_updates.api.weight_routes import (
     MOST_PATH,
     MOST_TENSORS,
     STATE_ROUTE,

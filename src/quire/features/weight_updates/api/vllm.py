@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.features.weight_updates import control
-from quire.features.weight_updates.api import (
+from quire.features.weight_updates.api.weight_routes import (
     MOST_TENSORS,
     STATE_ROUTE,
     TrainerGroup,
