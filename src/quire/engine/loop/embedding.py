@@ -43,7 +43,7 @@ def pooling_of(params: PoolingParams, config: EngineConfig) -> Pooling:
 
 
 def _check_dimensions(wanted: int | None, config: EngineConfig) -> None:
-    size, known = config.hidden_size, config.matryoshka
+    size, known = config.embedding_size, config.matryoshka
     if wanted is None or wanted == size:
         return
     if known is None:
