@@ -61,9 +61,7 @@ def _load(module: DenseModule, device: torch.device, dummy: bool, seed: int) -> 
         shapes["linear.bias"] = (module.outputs,)
     if dummy:
         draw = torch.Generator().manual_seed(seed)
-        found = {
-            name: torch.randn(shape, generator=draw) * 0.02 for name, shape in shapes.items()
-        }
+        found = {name: torch.randn(shape, generator=draw) * 0.02 for name, shape in shapes.items()}
     else:
         found = _tensors(module)
     for name, shape in shapes.items():
@@ -81,4 +79,4 @@ def _load(module: DenseModule, device: torch.device, dummy: bool, seed: int) -> 
 def _tensors(module: DenseModule) -> dict[str, Tensor]:
     with contextlib.ExitStack() as stack:
         files = [open_file(stack, file) for file in weight_files(module.folder)]
-        return {name: file.get_tensor(name).clone() for file in files for name in file.keys()}
+        return {name: file.get_tensor(name).clone() for file in files for name in sorted(file.keys())}

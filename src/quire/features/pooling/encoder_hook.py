@@ -109,9 +109,7 @@ class EncoderPooler(ProgramHook, HostHook):
         for name, reduce in (("mean", "mean"), ("largest", "max")):
             if name in rows:
                 own = rows[name].long()
-                reduced = torch.segment_reduce(
-                    hidden.float(), reduce, lengths=lengths, unsafe=True
-                )
+                reduced = torch.segment_reduce(hidden.float(), reduce, lengths=lengths, unsafe=True)
                 vectors[own] = reduced[own]
         return vectors
 

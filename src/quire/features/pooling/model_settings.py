@@ -91,7 +91,9 @@ def _score_activation(hf_config: dict[str, Any]) -> str:
     nested = own.get("activation_fn") if isinstance(own, dict) else None
     name = nested or hf_config.get("sbert_ce_default_activation_function") or "Sigmoid"
     kinds = {"Sigmoid": "sigmoid", "Identity": "identity"}
-    return str(settings.choice({"activation_fn": name.rpartition(".")[2]}, "activation_fn", kinds, ""))
+    return str(
+        settings.choice({"activation_fn": name.rpartition(".")[2]}, "activation_fn", kinds, "")
+    )
 
 
 def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:
