@@ -13,6 +13,25 @@ from quire.text.tokenizer import Tokenizer, check_length, tokenizer_error
 Side = Literal["left", "right"]
 
 
+_MUCH_TEXT = 1 << 20
+"""Characters above which texts are tokenized one by one, where long ones are refused early."""
+
+
+def encode_texts(tokenizer: Tokenizer, prompts: list[Any]) -> list[Any]:
+    """Returns prompts with the token ids of texts, int32 [n], tokenized on all cores."""
+    places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str)]
+    if len(places) < 2 or sum(len(prompts[place]) for place in places) > _MUCH_TEXT:
+        return prompts
+    try:
+        found = tokenizer.hub.encode_batch_fast([prompts[place] for place in places])
+    except BaseException as error:  # Lone surrogates, or a panic of the library.
+        raise tokenizer_error(error, "the texts cannot be tokenized") from error
+    encoded = list(prompts)
+    for place, each in zip(places, found, strict=True):
+        encoded[place] = int32(each.ids)
+    return encoded
+
+
 def cut_text(tokenizer: Tokenizer, text: str, most: int, side: Side | None = None) -> Int32:
     """Returns at most `most` token ids of a text, int32 [n], special tokens included.
 

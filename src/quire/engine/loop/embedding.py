@@ -16,6 +16,7 @@ from quire.errors import BrokenLogitsError, RequestError
 from quire.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
+from quire.text.pairs import encode_texts
 from quire.text.tokenizer import Tokenizer
 
 NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
@@ -130,6 +131,8 @@ def embed_all(
         with_prompt(read_prompt(prompt)[1], own, core.config)
         for prompt, own in zip(prompts.values(), each, strict=True)
     ]
+    if tokenizer is not None:
+        given = encode_texts(tokenizer, given)
     ids = [prompt_ids(prompt, NO_TOKENS, core.config, tokenizer) for prompt in given]
     wanted = dict(zip(prompts, zip(ids, each, strict=True), strict=True))
     found = {}

@@ -79,4 +79,6 @@ def _load(module: DenseModule, device: torch.device, dummy: bool, seed: int) -> 
 def _tensors(module: DenseModule) -> dict[str, Tensor]:
     with contextlib.ExitStack() as stack:
         files = [open_file(stack, file) for file in weight_files(module.folder)]
-        return {name: file.get_tensor(name).clone() for file in files for name in sorted(file.keys())}
+        return {
+            name: file.get_tensor(name).clone() for file in files for name in sorted(file.keys())
+        }

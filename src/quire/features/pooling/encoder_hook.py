@@ -145,5 +145,7 @@ class EncoderPooler(ProgramHook, HostHook):
 def row_shares(plan: StepPlan) -> Int32:
     """Returns each row's `Share`, int32 [R]."""
     lanes, values = plan.writes[COLUMN]
+    if len(lanes) == plan.num_rows and (lanes == plan.lanes).all():
+        return values
     by_lane = dict(zip(lanes.tolist(), values.tolist(), strict=True))
     return int32([by_lane.get(lane, 0) for lane in plan.lanes.tolist()])

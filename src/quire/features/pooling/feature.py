@@ -40,7 +40,7 @@ class Share(enum.IntFlag):
     LARGEST = 16
 
 
-_OF_KIND = {"mean": Share.MEAN, "cls": Share.FIRST, "max": Share.LARGEST}
+_OF_KIND = {"mean": int(Share.MEAN), "cls": int(Share.FIRST), "max": int(Share.LARGEST)}
 
 
 class PoolingFeature(Feature, LoopFeature):
@@ -87,7 +87,7 @@ class PoolingFeature(Feature, LoopFeature):
 
     @staticmethod
     def _share(request: Request, q_len: int) -> Share:
-        share = _OF_KIND.get(str(request.pooling), Share(0))
+        share = Share(_OF_KIND.get(str(request.pooling), 0))
         if share & Share.MEAN and request.planned == q_len:
             share |= Share.BEGINS
         return share
@@ -114,9 +114,6 @@ class EncoderFeature(PoolingFeature):
             code="model_generates_nothing",
         )
 
-    def reusable(self, request: Request, n: int) -> int:
-        return min(0, super().reusable(request, n))
-
     def fields(self) -> Mapping[RequestField[Any], Callable[[str, Any], None]]:
         return {SECOND_TEXT: self._set_second}
 
@@ -124,13 +121,13 @@ class EncoderFeature(PoolingFeature):
         self._second[f"{request_id}/0"] = position
 
     def plan(self, builder: PlanBuilder) -> None:
-        super().plan(builder)
-        if self._types and builder.admits:
-            lanes = [admit.lane for admit in builder.admits]
-            second = [
-                self._second.get(admit.request_id, NO_SECOND_TEXT) for admit in builder.admits
-            ]
-            builder.write(TYPES_COLUMN, int32(lanes), int32(second))
+        requests = builder.requests
+        shares = [_OF_KIND.get(str(request.pooling), 0) | int(Share.ENDS) for request in requests]
+        builder.write(COLUMN, builder.lanes, int32(shares))
+        builder.skip_sampling(range(len(requests)))
+        if self._types:
+            second = [self._second.get(each.request_id, NO_SECOND_TEXT) for each in requests]
+            builder.write(TYPES_COLUMN, builder.lanes, int32(second))
 
     def finish(self, request: Request) -> None:
         self._second.pop(request.request_id, None)
