@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_or
 import msgspec
 
 from quire.errors import ConfigError
-from quire.pooling_params import Pooling
 
 OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl", "symmetric")
 """The values of `EngineArgs.disable`.
@@ -438,7 +437,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     hidden_size: int = 0
     task: Literal["generate", "embed", "classify", "tokens"] = "generate"
-    pooling: Pooling = "last"
+    pooling: Literal["last", "mean", "cls", "max"] = "last"
     matryoshka: tuple[int, ...] | None = None
     vector_size: int = 0
     labels: tuple[str, ...] = ()

@@ -20,7 +20,6 @@ _REASONS = {
     "enable_expert_parallel": "it has no experts",
     "async_tp": "its steps are not cut into halves",
     "kv_cache_dtype": "it keeps no KV",
-    "kv_cache_gb": "it keeps no KV",
     "num_kv_blocks": "it keeps no KV",
     "block_size": "it keeps no KV",
     "deterministic": "its attention has no kernel with a fixed order of sums",

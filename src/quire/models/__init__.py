@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quire.layers.attention import KVLayout
@@ -42,8 +44,10 @@ def build_model(
     quantization: Quantization | None = None,
     expert_parallel: bool = False,
     drafts: int = 0,
-) -> Decoder | Encoder:
-    """Returns a model with uninitialized weights.
+) -> Decoder:
+    """Returns a model with uninitialized weights: an `Encoder` for an `EncoderSpec`.
+
+    An encoder has the interface of a decoder, without logits.
 
     Args:
         spec: the model.
@@ -62,5 +66,5 @@ def build_model(
         expert_parallel=expert_parallel,
         drafts=drafts,
     )
-    kind = Encoder if isinstance(spec, EncoderSpec) else Decoder
-    return kind(spec, build).eval()  # type: ignore[arg-type]
+    kind: Any = Encoder if isinstance(spec, EncoderSpec) else Decoder
+    return kind(spec, build).eval()  # type: ignore[no-any-return]

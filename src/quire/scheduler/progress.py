@@ -115,7 +115,8 @@ def _vector(pooled: Pooled, row: int) -> Float32 | None:
     if pooled.counts is None:
         return pooled.values[places[0]]
     start = int(pooled.counts[: places[0]].sum())
-    return pooled.values[start : start + int(pooled.counts[places[0]])]
+    vectors: Float32 = pooled.values[start : start + int(pooled.counts[places[0]])]
+    return vectors
 
 
 def _spans(logprobs: Logprobs | None, rows: Int32) -> list[Span]:

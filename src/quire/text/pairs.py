@@ -73,13 +73,14 @@ def encode_pair(
         for text in (first, second):
             if len(text) > longest:
                 check_length(text, longest, tokenizer.longest, tokenizer.encode)
-    pair = _encode(tokenizer, [first, second])
+    one, other = _encode(tokenizer, [first, second])
     if most is not None:
         room = most - tokenizer.hub.num_special_tokens_to_add(True)
         _check_room(room, most)
-        for tokens, size in zip(pair, _shares(*map(len, pair), room), strict=True):
+        sizes = _shares(len(one), len(other), room)
+        for tokens, size in zip((one, other), sizes, strict=True):
             _cut(tokenizer, tokens, size, side)
-    both = tokenizer.hub.post_process(*pair, True)
+    both = tokenizer.hub.post_process(one, other, True)
     types = np.asarray(both.type_ids)
     (places,) = np.nonzero(types)
     if not len(places):

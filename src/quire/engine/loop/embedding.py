@@ -13,8 +13,10 @@ from quire.config import EngineConfig
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.prompts import Prompt, one_each, prompt_ids, read_prompt
 from quire.errors import BrokenLogitsError, RequestError
+from quire.features.pooling.fields import SECOND_TEXT
 from quire.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.pooling_params import PoolingParams
+from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.text.pairs import encode_texts
 from quire.text.tokenizer import Tokenizer
@@ -156,10 +158,52 @@ def embeddings(
     Raises:
         RequestError: a request is invalid. Nothing has run then.
     """
-    modes = {name: pooling_of(params, core.config) for name, (_, params) in wanted.items()}
-    for name, (tokens, _) in wanted.items():
-        core.add(name, tokens, NO_TOKENS, max_total=len(tokens) + 1, pooling=modes[name])
-    left = len(wanted)
+    prompts = {
+        name: PooledPrompt(tokens, pooling_of(params, core.config))
+        for name, (tokens, params) in wanted.items()
+    }
+    for name, request, raw in run_pooled(core, prompts, let_interrupt):
+        yield EmbeddingRequestOutput(
+            name,
+            EmbeddingOutput(finish(raw, wanted[name][1]).tolist()),
+            request.as_read(request.tokens.view()).tolist(),
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PooledPrompt:
+    """A prompt whose states become a vector, classes or token vectors.
+
+    Attributes:
+        ids: int32 [n].
+        kind: the value of `Request.pooling`.
+        second: where the second text of a pair begins, or None.
+    """
+
+    ids: Int32
+    kind: str
+    second: int | None = None
+
+
+def run_pooled(
+    core: EngineCore, prompts: Mapping[str, PooledPrompt], let_interrupt: Callable[[], None]
+) -> Iterator[tuple[str, Request, Float32]]:
+    """Runs prompts in the caller's thread. Yields each one's name, its ended request and what the
+    engine returned.
+
+    Args:
+        prompts: by request id.
+        let_interrupt: called before each step.
+
+    Raises:
+        RequestError: a request is invalid. Nothing has run then.
+    """
+    for name, prompt in prompts.items():
+        core.add(name, prompt.ids, NO_TOKENS, max_total=len(prompt.ids) + 1, pooling=prompt.kind)
+        if prompt.second is not None:
+            core.give(name, SECOND_TEXT, prompt.second)
+    left = len(prompts)
     while left:
         let_interrupt()
         progress = core.step()
@@ -167,17 +211,10 @@ def embeddings(
             raise RequestError("the engine has requests but cannot run any of them")
         for place in progress.finished:
             item = progress[place]
-            name = item.request.request_id.rpartition("/")[0]
             if item.pooled is None:
                 raise RequestError("the engine returned no vector")
-            values = finish(item.pooled, wanted[name][1])
             left -= 1
-            yield EmbeddingRequestOutput(
-                name,
-                EmbeddingOutput(values.tolist()),
-                item.request.as_read(item.request.tokens.view()).tolist(),
-                num_cached_tokens=item.request.num_cached_tokens,
-            )
+            yield item.request.request_id.rpartition("/")[0], item.request, item.pooled
 
 
 def finish(pooled: Float32, params: PoolingParams) -> Float32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -69,11 +70,10 @@ def similarities(first: Sequence[Float32], second: Sequence[Float32]) -> Float32
 def _activated(logits: Float32, activation: str) -> Float32:
     if not np.isfinite(logits).all():
         raise BrokenLogitsError()
+    values: Any = logits
     if activation == "sigmoid":
         values = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
     elif activation == "softmax":
         powers = np.exp(logits.astype(np.float64) - logits.max())
         values = powers / powers.sum()
-    else:
-        values = logits
     return np.ascontiguousarray(values, dtype=np.float32)

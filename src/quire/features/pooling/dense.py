@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,9 @@ from quire.errors import ModelError
 from quire.features.pooling.sentence_files import DenseActivation, DenseModule
 from quire.models.files import open_file, weight_files
 
-_ACTIVATIONS = {"tanh": torch.tanh, "gelu": F.gelu, "relu": torch.relu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x, "tanh": torch.tanh, "gelu": F.gelu, "relu": torch.relu,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,7 @@ class Dense:
     def __call__(self, x: Tensor) -> Tensor:
         """Returns float32 [N, outputs] for x [N, inputs]."""
         out = F.linear(x.float(), self.weight, self.bias)
-        act = _ACTIVATIONS.get(self.activation)
-        return out if act is None else act(out)
+        return _ACTIVATIONS[self.activation](out)
 
 
 def load_dense(

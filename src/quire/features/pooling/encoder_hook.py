@@ -36,6 +36,8 @@ class EncoderPooler(ProgramHook, HostHook):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._second: Tensor | None = None
+        self._head_share = Share(0)
+        """Part of every row that the classification head needs."""
         self._staged: tuple[Upload, dict[str, int]] | None = None
 
     def attach(self, model: Any) -> None:
@@ -46,6 +48,9 @@ class EncoderPooler(ProgramHook, HostHook):
         self._dense = load_dense(
             files.dense, model.device, dummy=args.load_format == "dummy", seed=args.seed
         )
+        head = model.spec.classifier
+        if head is not None:
+            self._head_share = Share.FIRST if head.pooling == "cls" else Share.MEAN
         tasks: dict[str, Callable[..., Tensor]] = {
             "embed": self._vectors, "classify": self._classes, "tokens": self._token_vectors,
         }  # fmt: skip
@@ -76,7 +81,7 @@ class EncoderPooler(ProgramHook, HostHook):
         if COLUMN not in plan.writes:
             return
         ends = np.cumsum(plan.q_len, dtype=np.int32)
-        shares = row_shares(plan)
+        shares = row_shares(plan) | self._head_share
         kinds = {
             "first": np.flatnonzero(shares & Share.FIRST),
             "largest": np.flatnonzero(shares & Share.LARGEST),

@@ -24,7 +24,7 @@ from quire.server.apis.openai.tokenize import (
 from quire.server.apis.scoring.vectors import (
     MAX_INPUTS,
     Encoding,
-    PromptFields,
+    PromptNameFields,
     VectorUsage,
     encoded,
     model_of,
@@ -46,7 +46,7 @@ _MANY_NUMBERS = 50_000
 """Numbers above which the answer is written off the event loop."""
 
 
-class EmbeddingRequest(PromptFields, ConversationFields):
+class EmbeddingRequest(PromptNameFields, ConversationFields):
     """Body of `/v1/embeddings`. `input`: a string, token ids, or a list of either. `prompt_name`:
     the model's prompt to put before each text.
 
@@ -103,7 +103,7 @@ class PoolingObject(msgspec.Struct):
     """One vector, as in `EmbeddingObject`, or a list with a vector for each token."""
 
     index: int
-    data: list[float] | list[list[float]] | str
+    data: list[float | list[float]] | str
     object: str = "pooling"
 
 
@@ -165,14 +165,12 @@ def _check_pooled(request: Request) -> None:
         )
 
 
-def _encoded_rows(
-    values: Float32, encoding: Encoding | None
-) -> list[float] | list[list[float]] | str:
+def _encoded_rows(values: Float32, encoding: Encoding | None) -> list[float | list[float]] | str:
     """Returns a vector as `encoded` does, or the vector of each token."""
-    if values.ndim == 1 or encoding == "base64":
+    if encoding == "base64":
         return encoded(values, encoding)
-    rows: list[list[float]] = values.tolist()
-    return rows
+    listed: list[float | list[float]] = values.tolist()
+    return listed
 
 
 async def _vectors(

@@ -63,7 +63,7 @@ class VectorFields(StrictModel):
         return self
 
 
-class PromptFields(VectorFields):
+class PromptNameFields(VectorFields):
     """Fields of routes that may put one of the model's prompts before each text."""
 
     prompt_name: Name | None = None
