@@ -10,37 +10,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.models.encoder_checkpoints import make
 
-WORDS = tuple(
-    [
-        "a",
-        "the",
-        "fox",
-        "dog",
-        "king",
-        "sleeps",
-        "barks",
-        "at",
-        "night",
-        "once",
-        "upon",
-        "time",
-        "there",
-        "was",
-        "old",
-        "river",
-        "runs",
-        "is",
-        "not",
-        "in",
-        "under",
-        "over",
-        "white",
-        "house",
-        "and",
-        "bird",
-        "sings",
-    ]
+TEXT = (
+    "a the fox dog king sleeps barks at night once upon time there was old river runs is not in "
+    "under over white house and bird sings"
 )
+WORDS = tuple(TEXT.split())
 SPECIAL = ("[MASK]", "[PAD]", "[CLS]", "[SEP]", "[UNK]")
 SETTINGS: dict[str, Any] = {"device": "cpu", "seed": 0}
 
