@@ -32,12 +32,17 @@ class RequestError(QuireError, ValueError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt leaves no room for a single new token within the model's context."""
+    """The prompt leaves no room for a single new token within the model's context.
 
-    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+    Args:
+        generates: whether the model generates. An encoder's prompt may be as long as the context.
+    """
+
+    def __init__(self, prompt_tokens: int, max_model_len: int, *, generates: bool = True) -> None:
+        rest = ", of which at least one must be left for the answer" if generates else ""
         super().__init__(
             f"The prompt has {prompt_tokens} tokens, but this model's maximum context length is "
-            f"{max_model_len} tokens, of which at least one must be left for the answer.",
+            f"{max_model_len} tokens{rest}.",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -35,9 +35,16 @@ from quire.engine.loop.prompts import (
     read_prompt,
 )
 from quire.engine.loop.terminal import interrupts_held, request_bar
+from quire.engine.loop.text_scores import classify_all, paired, score_all
 from quire.errors import RequestError, integer
 from quire.features.call import PromptInputs, PromptReader, split_options
-from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+from quire.outputs import (
+    ClassificationRequestOutput,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from quire.pooling_params import PoolingParams
 from quire.request import Request, RequestOptions
 from quire.sampling_params import SamplingParams
@@ -203,12 +210,51 @@ class LLM:
             KeyboardInterrupt, EngineDeadError: as `generate`.
         """
         many = as_list(prompts)
-        named = {str(self._count + place): each for place, each in enumerate(many, 1)}
-        self._count += len(many)
+        named = self._named(many)
         with self._requests([*named]) as let_interrupt, _progress_bar(len(many), use_tqdm) as done:
             return embed_all(
                 self._core, self._tokenizer, named, pooling_params, let_interrupt, done
             )
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
+    ) -> list[ClassificationRequestOutput]:
+        """Classifies each prompt, with a model that has a classification head.
+
+        Raises:
+            RequestError: a request is invalid, or the model has no such head. No request has run.
+            KeyboardInterrupt, EngineDeadError: as `generate`.
+        """
+        many = as_list(prompts)
+        named = self._named(many)
+        with self._requests([*named]) as let_interrupt, _progress_bar(len(many), use_tqdm) as done:
+            return classify_all(self._core, self._tokenizer, named, let_interrupt, done)
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], use_tqdm: bool = True
+    ) -> list[ScoringRequestOutput]:
+        """Scores pairs of texts, in order.
+
+        A reranker reads both texts of a pair. Other models give the similarity of their vectors.
+
+        Args:
+            data_1: one text for all pairs, or one for each.
+            data_2: the other texts.
+            use_tqdm: whether to show a progress bar on a terminal.
+
+        Raises:
+            RequestError: a request is invalid. Then no request has run.
+            KeyboardInterrupt, EngineDeadError: as `generate`.
+        """
+        named = self._named(paired(data_1, data_2))
+        with self._requests([*named]) as let_interrupt, _progress_bar(len(named), use_tqdm) as done:
+            return score_all(self._core, self._tokenizer, named, let_interrupt, done)
+
+    def _named(self, items: Sequence[Any]) -> dict[str, Any]:
+        """Returns items by new request ids."""
+        named = {str(self._count + place): each for place, each in enumerate(items, 1)}
+        self._count += len(items)
+        return named
 
     def update_weights(
         self,

@@ -52,7 +52,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """A prompt as a vector."""
+    """A prompt as a vector, or as a vector for each token (late interaction)."""
 
     embedding: list[float]
 
@@ -65,6 +65,36 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """A finished request for classes.
+
+    Attributes:
+        probs: the value of each class.
+        label: name of the likeliest class.
+    """
+
+    request_id: str
+    probs: list[float]
+    label: str
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """A finished request for the score of a pair.
+
+    Attributes:
+        num_prompt_tokens: tokens of both texts.
+    """
+
+    request_id: str
+    score: float
+    num_prompt_tokens: int
     finished: bool = True
 
 

@@ -267,11 +267,13 @@ class Pooled(msgspec.Struct):
 
     Attributes:
         rows: int32 [M], rows of the plan, ascending.
-        values: float32 [M, width].
+        values: float32 [M, width]. With `counts`, the vectors of all rows, one after the other.
+        counts: int32 [M], number of vectors of each row, or None for one each.
     """
 
     rows: Int32
     values: Float32
+    counts: Int32 | None = None
 
 
 class StepResult(msgspec.Struct):

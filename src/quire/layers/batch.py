@@ -67,6 +67,7 @@ class ForwardBatch:
         given: embeddings from outside of the vocabulary, or None.
         rotary: int32 [3, T], rotary positions of models with `RopeSpec.sections`. None: they equal
             `positions`.
+        token_types: int32 [T], each token's type; None: all are 0.
         angles: tables of cosines and sines for this step, see `RotaryTable.prepare`.
     """
 
@@ -81,4 +82,5 @@ class ForwardBatch:
     embedded: Tensor | None = None
     given: GivenRows | None = None
     rotary: Tensor | None = None
+    token_types: Tensor | None = None
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)

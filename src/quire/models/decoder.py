@@ -264,6 +264,7 @@ def _rope(layer: LayerSpec) -> RopeSpec | None:
 
 def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build) -> Any:
     """Returns a layer of the model."""
-    if spec.norms == "input" and not spec.parallel and spec.multiplier == 1.0:
+    plain = spec.norms == "input" and spec.mixer_norm and not spec.parallel
+    if plain and spec.multiplier == 1.0:
         return Block(spec, model, rotary, build)
     return general_block(spec, model, rotary, build)

@@ -30,6 +30,8 @@ Progress = Callable[[int, int], None]
 
 FEW_ROWS = 8
 """Mixed steps of at most this many rows have graphs of their own, because padded rows cost time."""
+_SHORT_TEXT, _LONG_TEXT = 128, 512
+"""Lengths of an encoder's texts for which bodies are captured, besides the longest."""
 SHORT_ROW = 8
 """Most tokens of a row that short-row kernels take: one, and drafts."""
 
@@ -144,6 +146,36 @@ class Buckets:
         return min(tokens - 1, self._limits.lanes)
 
 
+class EncoderBuckets(Buckets):
+    """The shapes to which steps of whole texts are padded.
+
+    A body is captured for each number of tokens, and for texts of a few lengths, because attention
+    launches programs for as many tokens as the longest text may have.
+    """
+
+    def bodies(self) -> list[BodyShape]:
+        shapes = [
+            BodyShape(tokens, self._limits.lanes, longest)
+            for tokens in self._mixed
+            for longest in self._lengths(tokens)
+        ]
+        return [*reversed(shapes)]
+
+    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+        if rows > self._limits.lanes or tokens > self._limits.tokens or not tokens:
+            return None
+        size = _at_least(self._mixed, tokens)
+        return BodyShape(size, self._limits.lanes, _at_least(self._lengths(size), longest))
+
+    def few(self, tokens: int) -> BodyShape:
+        size = _at_least(self._mixed, tokens)
+        return BodyShape(size, self._limits.lanes, self._lengths(size)[0])
+
+    def _lengths(self, tokens: int) -> list[int]:
+        """Returns the longest texts for which a body of `tokens` tokens is captured."""
+        return _up_to(min(tokens, self._limits.length), [_SHORT_TEXT, _LONG_TEXT])
+
+
 class Graphs:
     """Captured programs by shape or name, in one memory pool.
 
@@ -151,10 +183,12 @@ class Graphs:
     program to another lie outside it.
     """
 
-    def __init__(self, device: torch.device, limits: Limits) -> None:
+    def __init__(
+        self, device: torch.device, limits: Limits, buckets: Buckets | None = None
+    ) -> None:
         self._device = device
         self._limits = limits
-        self._buckets = Buckets(limits)
+        self._buckets = Buckets(limits) if buckets is None else buckets
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
 

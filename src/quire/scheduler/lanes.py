@@ -78,6 +78,20 @@ class LaneTable:
         self._free.append(request.lane)
         request.lane = -1
 
+    def take(self) -> tuple[int, int]:
+        """Takes a free lane for a request whose tokens and counts stay its own.
+
+        Returns:
+            the lane, and its epoch.
+        """
+        lane = self._free.pop()
+        return lane, int(self.lane_epoch[lane])
+
+    def give_back(self, lane: int) -> None:
+        """Frees a lane that `take` returned."""
+        self.lane_epoch[lane] += 1
+        self._free.append(lane)
+
     def hold(self, requests: Sequence[Request], step_id: int) -> None:
         """Resets lanes to their late rows. The rows' last positions count as not computed.
 

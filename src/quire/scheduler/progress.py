@@ -21,7 +21,7 @@ class RequestProgress:
         finished: whether the request ended (`request.finish_reason` says why).
         logprobs: this row's entries, or None.
         prompt_logprobs: this row's entries, or None.
-        pooled: float32 [width], the prompt as a vector, or None.
+        pooled: float32 [width], the prompt as a vector, or [tokens, width], or None.
         stop_token: the token that ended the request, or None.
         version: version of the weights that gave the new tokens.
     """
@@ -110,7 +110,13 @@ Span = tuple[int, int]
 
 def _vector(pooled: Pooled, row: int) -> Float32 | None:
     (places,) = np.nonzero(pooled.rows == row)
-    return pooled.values[places[0]] if len(places) else None
+    if not len(places):
+        return None
+    if pooled.counts is None:
+        return pooled.values[places[0]]
+    start = int(pooled.counts[: places[0]].sum())
+    vectors: Float32 = pooled.values[start : start + int(pooled.counts[places[0]])]
+    return vectors
 
 
 def _spans(logprobs: Logprobs | None, rows: Int32) -> list[Span]:

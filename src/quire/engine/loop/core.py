@@ -17,7 +17,7 @@ from quire.features.loop_feature import Failure, LoopFeature, RequestedFeature
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, RequestOptions, RequestStatus
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Feature, Order, Scheduler, StepProgress
+from quire.scheduler import Feature, Order, Scheduler, StepProgress, TextScheduler
 
 if TYPE_CHECKING:
     from quire.engine.loop.stats import EngineStats
@@ -67,7 +67,8 @@ class EngineCore:
             if feature is not None:
                 features.append(feature)
                 self._loop_features.append(loop_feature)
-        self.scheduler = Scheduler(config.scheduler, self.capacity, features, order)
+        kind = TextScheduler if config.encoder else Scheduler
+        self.scheduler: Scheduler = kind(config.scheduler, self.capacity, features, order)
         self._siblings: dict[str, list[Request]] = {}
         self._seeds = 0
         self._prompt_tokens = 0

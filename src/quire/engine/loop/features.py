@@ -47,7 +47,8 @@ def features_at_start(
         server: whether to include the features of engines that serve clients.
     """
     captured = config.device != "cpu" and not config.eager
-    ready = complete or captured or config.args.ranks > 1
+    # No request to an encoder asks for a feature.
+    ready = (complete or captured or config.args.ranks > 1) and not config.encoder
     return [
         spec
         for spec in all_features()

@@ -19,7 +19,7 @@ from quire.engine.loop.embedding import NO_TOKENS
 from quire.engine.loop.features import open_checks, open_prompt_reader
 from quire.engine.loop.messages import AbortRequest, AddRequest
 from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
-from quire.engine.loop.prompts import max_total, prompt_ids
+from quire.engine.loop.prompts import check_length, max_total, prompt_ids
 from quire.engine.loop.snapshot import Snapshot
 from quire.engine.loop.stats import EngineStats
 from quire.engine.process.host import EngineHost
@@ -30,7 +30,6 @@ from quire.engine.process.streams import PromptVector, RequestStream
 from quire.errors import (
     BrokenLogitsError,
     EngineDeadError,
-    PromptTooLongError,
     QuireError,
 )
 from quire.executor import OnProgress
@@ -349,10 +348,9 @@ class EngineClient:
 
     async def _ids(self, prompt: str | Sequence[int] | Int32, params: SamplingParams) -> Int32:
         """Returns the prompt's token ids. A long text is tokenized off the event loop."""
-        limit = self.config.scheduler.max_model_len
-        if not isinstance(prompt, str) and len(prompt) >= limit:
+        if not isinstance(prompt, str):
             # Checked here, so that an overlong list is not copied.
-            raise PromptTooLongError(len(prompt), limit)
+            check_length(len(prompt), self.config)
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
             return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         return prompt_ids(prompt, params, self.config, self.tokenizer)

@@ -47,7 +47,9 @@ def rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
     return heads
 
 
-def segment_attention(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
+def segment_attention(
+    qkv: Tensor, starts: Tensor, longest: int, reach: int | None = None
+) -> Tensor:
     """Returns the outputs of attention within segments. See `reference.images.segment_attention`.
 
     PyTorch's Flash Attention takes 16 bits and heads of multiples of 8, on sm_80 and newer.
@@ -55,7 +57,8 @@ def segment_attention(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
     q, k, v = qkv.unbind(1)
     fits = qkv.dtype in _SHORT and q.shape[-1] % 8 == 0
     if not fits or traits(qkv.device).capability < (8, 0):
-        return reference.segment_attention(qkv, starts, longest)
-    found = varlen_attn(q, k, v, starts, starts, longest, longest)
+        return reference.segment_attention(qkv, starts, longest, reach)
+    window = (-1, -1) if reach is None else (reach, reach)
+    found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window)
     assert isinstance(found, Tensor)
     return found
