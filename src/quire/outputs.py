@@ -32,7 +32,7 @@ VersionRun = tuple[int, int]
 
 @dataclass(slots=True)
 class SamplingInfo:
-    """How a completion's tokens were drawn, with an entry for each token.
+    """Numbers about the draws of a completion's tokens, with an entry for each token.
 
     Attributes:
         raw_logprobs: float32 [tokens], log-probabilities under the model's own logits.

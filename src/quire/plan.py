@@ -263,7 +263,7 @@ class Logprobs(msgspec.Struct):
 
 
 class DrawnTokens(msgspec.Struct):
-    """How M new tokens were drawn, in row order.
+    """Numbers about the draws of M new tokens, in row order.
 
     Attributes:
         rows: int32 [M], each token's row of the plan.

@@ -535,15 +535,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def raw_logprobs(self) -> int | None:
-        """How many alternatives the device returns with the tokens' log-probabilities under the
-        model's own logits. None: it returns none of these values."""
+        """Number of alternatives that the device returns with log-probabilities under the model's
+        own logits. None: it returns no such values."""
         if self.logprobs_mode in ("auto", "raw_logprobs") and self.logprobs is not None:
             return self.logprobs
         return 0 if self.return_sampling_info else None
 
     @property
     def processed_logprobs(self) -> int | None:
-        """The same for values of other modes than raw_logprobs."""
+        """Number of alternatives with values of other modes than raw_logprobs. None: no such
+        values."""
         if self.logprobs_mode not in ("auto", "raw_logprobs") and self.logprobs is not None:
             return self.logprobs
         return 0 if self.return_sampling_info else None

@@ -343,7 +343,7 @@ def test_token_logprobs_of_modes(kernel_device: str, op: Any, dtype: torch.dtype
                 )[0].double()
         expected = x if mode & 2 else x.log_softmax(0)
         token, amount = int(tokens[row]), int(wanted[case.lanes[row]])
-        best = [each for each in x.sort(descending=True, stable=True).indices[:amount].tolist()]
+        best = x.sort(descending=True, stable=True).indices[:amount].tolist()
         best = [each if x[each] > -math.inf else -1 for each in best]
         assert lines[row, 1] == (x > x[token]).sum() + 1
         assert lines[row, 2 : 3 + amount].tolist() == [token, *best]

@@ -85,7 +85,8 @@ class CompletionReader:
             leader: reader of the first completion of the same prompt, if this is another one.
         """
         self._drawn: list[DrawnTokens] = []
-        self._experts = ExpertsByPosition(len(prompt), None if leader is None else leader._experts)
+        before: ExpertsByPosition | None = None if leader is None else leader._experts
+        self._experts: ExpertsByPosition = ExpertsByPosition(len(prompt), before)
         self.index = index
         self.finished = False
         self.ended_by_text = False

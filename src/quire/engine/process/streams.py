@@ -147,24 +147,17 @@ class StreamRouter:
     def deliver(self, message: StepOutputs) -> None:
         """Adds a step's outputs to their streams. Outputs of closed requests are dropped."""
         tokens, at = message.tokens.tolist(), 0
-        for handle, part in message.prompt_logprobs:
-            if handle in self._streams:
-                self._streams[handle][0].prompt_logprobs.append(part)
-        for handle, experts in message.experts:
-            if handle in self._streams:
-                stream, index = self._streams[handle]
-                stream.experts.append((index, experts))
+        if message.prompt_logprobs or message.experts:
+            self._deliver_positions(message)
         for handle, count in zip(message.handles.tolist(), message.counts.tolist(), strict=True):
             delta = self._delta(handle)
             if delta is not None:
                 delta.add(tokens[at : at + count], message.version)
             at += count
-        for handle, part in message.logprobs:
-            if (delta := self._delta(handle)) is not None:
-                delta.logprobs.append(part)
-        for handle, drawn in message.drawn:
-            if (delta := self._delta(handle)) is not None:
-                delta.drawn.append(drawn)
+        for name in ("logprobs", "drawn"):
+            for handle, part in getattr(message, name):
+                if (delta := self._delta(handle)) is not None:
+                    getattr(delta, name).append(part)
         for handle, vector in message.pooled:
             if (delta := self._delta(handle)) is not None:
                 delta.pooled = vector
@@ -176,6 +169,16 @@ class StreamRouter:
             if (delta := self._delta(end.handle)) is not None:
                 delta.reason, delta.stop_token = end.reason, end.stop_token
                 delta.delays = end.delays
+
+    def _deliver_positions(self, message: StepOutputs) -> None:
+        """Adds what belongs to positions of texts, which may come without tokens."""
+        for handle, part in message.prompt_logprobs:
+            if handle in self._streams:
+                self._streams[handle][0].prompt_logprobs.append(part)
+        for handle, experts in message.experts:
+            if handle in self._streams:
+                stream, index = self._streams[handle]
+                stream.experts.append((index, experts))
 
     def _delta(self, handle: int) -> TokenDelta | None:
         found = self._streams.get(handle)

@@ -687,9 +687,7 @@ def token_logprobs(
     out[asked] = line
 
 
-def _of_modes(
-    raw: Tensor, asked: Tensor, lanes: Tensor, processed: ProcessedLogits
-) -> Tensor:
+def _of_modes(raw: Tensor, asked: Tensor, lanes: Tensor, processed: ProcessedLogits) -> Tensor:
     """Returns the logits of each row's mode, float32 [N, vocab]. Tokens that cannot be drawn have
     -inf.
 

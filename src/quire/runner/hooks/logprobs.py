@@ -165,7 +165,7 @@ class ProcessedLogprobs(SampledLogprobs):
 def _arrived(step: Step, name: str) -> Int32:
     lines = step.arrived(name)
     assert lines is not None
-    return lines.numpy()  # type: ignore[no-any-return]
+    return lines.numpy()
 
 
 def _as_floats(words: Int32) -> Any:

@@ -383,19 +383,20 @@ def logprob_tiles(
         )  # fmt: skip
     x = tl.load(row_at + entry, mask=entry < vocab, other=float("-inf")).to(tl.float32)
     own = tl.load(row_at + token).to(tl.float32)
-    out = row * tl.num_programs(1) + tl.program_id(1)
     if processed_ptr is not None:
         x = x / temperature
         own = own / temperature
         x = tl.where(_is_kept(x, entry, low, last), x, float("-inf"))
-        tl.store(kept_ptr + out, tl.sum((x > float("-inf")).to(tl.int32), 0))
     subs: tl.constexpr = TILE // SUB
     peaks = tl.max(tl.reshape(x, [subs, SUB]), 1)
     peak = tl.max(peaks, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
+    out = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(peaks_ptr + out * subs + tl.arange(0, subs), peaks)
     tl.store(sums_ptr + out, tl.sum(tl.exp(x - base), 0))
     tl.store(above_ptr + out, tl.sum((x > own).to(tl.int32), 0))
+    if processed_ptr is not None:
+        tl.store(kept_ptr + out, tl.sum((x > float("-inf")).to(tl.int32), 0))
 
 
 @triton.jit
@@ -453,16 +454,20 @@ def logprob_rows(
                         TILES_PAD, TILE)  # fmt: skip
     norm = peak + tl.log(whole)
     token = tl.maximum(tl.load(tokens_ptr + row), 0)
+    if processed_ptr is not None:
+        logits, scale, low, last = _distribution(
+            logits, processed_ptr, modes_ptr, temperature_ptr, cuts_ptr, row, lane,
+            processed_stride, float_stride,
+        )  # fmt: skip
+    else:
+        scale = 1.0
+    own = tl.load(logits + token).to(tl.float32)
     tiles = tl.arange(0, TILES_PAD)
     above = tl.load(above_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
     line = out_ptr + row * out_stride
     ids = line + 2
     values = (line + 2 + slots).to(tl.pointer_type(tl.float32))
     if processed_ptr is not None:
-        logits, scale, low, last = _distribution(
-            logits, processed_ptr, modes_ptr, temperature_ptr, cuts_ptr, row, lane,
-            processed_stride, float_stride,
-        )  # fmt: skip
         kept = tl.load(kept_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
         size = tl.sum(kept, 0)
         tl.store(sizes_ptr + row, size)
@@ -471,11 +476,8 @@ def logprob_rows(
         wanted = tl.minimum(wanted, size)
         if tl.load(modes_ptr + lane) & 2:
             norm = 0.0
-        own = tl.load(logits + token).to(tl.float32) / scale
+        own = own / scale
         own = tl.where(_is_kept(own, token, low, last), own, float("-inf"))
-    else:
-        scale = 1.0
-        own = tl.load(logits + token).to(tl.float32)
     tl.store(line, tl.load(lengths_ptr + row))
     tl.store(line + 1, tl.sum(above, 0) + 1)
     tl.store(ids, token)

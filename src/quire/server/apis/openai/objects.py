@@ -58,7 +58,10 @@ def versions_of(runs: Sequence[VersionRun], *, always: bool) -> list[TokensOfVer
 
 
 class SamplingInfoLists(msgspec.Struct):
-    """How a choice's tokens were drawn, as parallel lists; see `quire.outputs.SamplingInfo`."""
+    """Numbers about the draws of a choice's tokens, as parallel lists.
+
+    The fields are those of `quire.outputs.SamplingInfo`.
+    """
 
     raw_logprobs: list[float]
     processed_logprobs: list[float]

@@ -6,18 +6,18 @@ from quire.config import EngineConfig
 from quire.errors import RequestError
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import LoopFeature
-from quire.features.routed_experts.args import RoutedExpertsArgs
+from quire.features.router_replay.args import RouterReplayArgs
 from quire.request import Request
 from quire.scheduler import Feature
 
 
-class RoutedExperts(Feature, LoopFeature):
+class RouterReplay(Feature, LoopFeature):
     """Makes requests compute every position whose experts they return."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._enabled = RoutedExpertsArgs.of(config.args).enable_return_routed_experts
+        self._enabled = RouterReplayArgs.of(config.args).enable_return_routed_experts
         self._computed: dict[str, tuple[str, int]] = {}
-        """Of preempted requests by id: the weights' id, and the number of computed positions."""
+        """By id of a preempted request: the weights' id, and the number of computed positions."""
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
         return self

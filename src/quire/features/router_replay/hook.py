@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.arrays import int32
 from quire.config import EngineConfig
-from quire.features.routed_experts.args import RoutedExpertsArgs
+from quire.features.router_replay.args import RouterReplayArgs
 from quire.layers.batch import ForwardBatch
 from quire.layers.experts import Experts
 from quire.models import Decoder
@@ -19,7 +19,7 @@ from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
 
 
-class RoutedExpertsHook(ProgramHook, HostHook):
+class RouterReplayHook(ProgramHook, HostHook):
     """Gives each router memory for its ids, which stay there until the next step.
 
     The routers write the ids anyway, so steps launch one further kernel, for the positions. Only a
@@ -81,5 +81,5 @@ class RoutedExpertsHook(ProgramHook, HostHook):
 
 def open_hook(config: EngineConfig) -> Hook:
     """Returns the hook for a worker. Without the setting it does nothing."""
-    enabled = RoutedExpertsArgs.of(config.args).enable_return_routed_experts
-    return RoutedExpertsHook() if enabled else Hook()
+    enabled = RouterReplayArgs.of(config.args).enable_return_routed_experts
+    return RouterReplayHook() if enabled else Hook()

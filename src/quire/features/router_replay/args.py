@@ -16,7 +16,7 @@ _SETTING = "enable_return_routed_experts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutedExpertsArgs(FeatureArgs):
+class RouterReplayArgs(FeatureArgs):
     """Whether requests may ask for their experts."""
 
     enable_return_routed_experts: bool = setting(
@@ -28,7 +28,7 @@ class RoutedExpertsArgs(FeatureArgs):
 
 def check_settings(args: EngineArgs, spec: ModelSpec, device: str) -> None:
     """Raises ConfigError if the model has no experts, or if ranks know only some of a token's."""
-    if not RoutedExpertsArgs.of(args).enable_return_routed_experts:
+    if not RouterReplayArgs.of(args).enable_return_routed_experts:
         return
     choices = {layer.ffn.routing.top_k for layer in spec.layers if hasattr(layer.ffn, "routing")}
     if not choices:
