@@ -474,6 +474,8 @@ class Scheduler:
             finished=finished,
             logprobs=result.logprobs,
             prompt_logprobs=result.prompt_logprobs,
+            drawn=result.drawn,
+            experts=result.experts,
             pooled=result.pooled,
             version=step.version,
         )

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
+import msgspec
+
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.loop.telemetry import Telemetry, open_trace
@@ -93,6 +95,7 @@ class EngineCore:
             EngineDeadError: a step has failed.
         """
         self._check_alive()
+        params = self._with_mode(params)
         self._turn_on(params, options)
         if options.get("priority") and self.config.scheduler.policy != "priority":
             raise RequestError(
@@ -195,6 +198,13 @@ class EngineCore:
         if feature is not None:
             self.scheduler.add_feature(feature)
             self._loop_features.append(loop_feature)
+
+    def _with_mode(self, params: SamplingParams) -> SamplingParams:
+        """Returns parameters with the engine's `logprobs_mode`, if they have none of their own."""
+        mode = self.config.args.logprobs_mode
+        if params.logprobs is None or params.logprobs_mode != "auto" or mode == "raw_logprobs":
+            return params
+        return msgspec.structs.replace(params, logprobs_mode=mode)
 
     def _check_alive(self) -> None:
         if self.failed:

@@ -18,7 +18,12 @@ from quire.engine.loop.calls import SNAPSHOT
 from quire.engine.loop.embedding import NO_TOKENS
 from quire.engine.loop.features import open_checks, open_prompt_reader
 from quire.engine.loop.messages import AbortRequest, AddRequest
-from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
+from quire.engine.loop.output import (
+    CompletionReader,
+    CompletionUpdate,
+    PromptLogprobCollector,
+    completion_readers,
+)
 from quire.engine.loop.prompts import check_length, max_total, prompt_ids
 from quire.engine.loop.snapshot import Snapshot
 from quire.engine.loop.stats import EngineStats
@@ -227,10 +232,7 @@ class EngineClient:
                 )
             )
             prompt_tokens = ids.tolist()
-            readers = [
-                CompletionReader(i, prompt_tokens, params, self.tokenizer, keep_special)
-                for i in range(params.n)
-            ]
+            readers = completion_readers(prompt_tokens, params, self.tokenizer, keep_special)
             source = (engine, handle, stream)
             async for update in self._updates(source, prompt_tokens, readers, params):
                 placement.answered()
@@ -260,12 +262,20 @@ class EngineClient:
                 for part in stream.prompt_logprobs:
                     about_prompt.feed(part)
             stream.prompt_logprobs = []
+            for index, experts in stream.experts:
+                readers[index].feed_experts(experts)
+            stream.experts = []
             for index, delta in stream.take().items():
                 reader = readers[index]
                 if reader.finished:
                     continue
                 update = reader.feed(
-                    delta.tokens, delta.logprobs, delta.reason, delta.stop_token, delta.versions
+                    delta.tokens,
+                    delta.logprobs,
+                    delta.reason,
+                    delta.stop_token,
+                    delta.versions,
+                    delta.drawn,
                 )
                 update.delays = delta.delays
                 if first:

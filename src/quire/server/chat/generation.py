@@ -31,6 +31,7 @@ from quire.server.parsers.think import ThinkParser
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
+    from quire.engine.loop.output import CompletionUpdate
     from quire.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 20_000
@@ -188,6 +189,10 @@ class ChatGeneration:
     def versions(self, choice: int) -> list[VersionRun]:
         """Returns the versions of the weights that gave a choice's tokens so far."""
         return self._generation.versions.get(choice, [])
+
+    def last_update(self, choice: int) -> CompletionUpdate | None:
+        """Returns a choice's last update; None: it has not ended."""
+        return self._generation.last.get(choice)
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

@@ -61,6 +61,7 @@ class ChoiceText:
         token_ids, logprobs: the updates' tokens.
         versions: the versions of the weights that gave the tokens.
         finish_reason, stop_reason: None until the completion ends.
+        last: the completion's last update, once it has ended.
     """
 
     choice: int
@@ -70,6 +71,7 @@ class ChoiceText:
     versions: list[VersionRun] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    last: CompletionUpdate | None = None
 
     @property
     def text(self) -> str:
@@ -84,6 +86,7 @@ class ChoiceText:
         if update.finish_reason is not None:
             self.finish_reason = str(update.finish_reason)
             self.stop_reason = update.stop_reason
+            self.last = update
 
 
 @dataclass(slots=True)
@@ -143,6 +146,8 @@ class TextGeneration:
         self.completion_tokens = 0
         self.versions: dict[int, list[VersionRun]] = {}
         """The versions of the weights that gave a choice's tokens so far, by choice."""
+        self.last: dict[int, CompletionUpdate] = {}
+        """The last update of each choice that has ended."""
         self._prompts_given = prompts
         self._inputs = inputs
         self._tasks: list[asyncio.Task[None]] = []
@@ -315,6 +320,8 @@ class TextGeneration:
         if piece is None:
             piece = self._pieces[choice] = ChoiceText(choice)
         piece.add(update)
+        if piece.last is not None:
+            self.last[choice] = piece.last
         runs = self.versions.setdefault(choice, [])
         if len(runs) == 1 and len(update.versions) == 1 and runs[0][0] == update.versions[0][0]:
             runs[0] = runs[0][0], runs[0][1] + update.versions[0][1]
@@ -344,6 +351,7 @@ def _extend(piece: ChoiceText, more: ChoiceText) -> None:
     piece.logprobs += more.logprobs
     piece.versions += more.versions
     piece.finish_reason, piece.stop_reason = more.finish_reason, more.stop_reason
+    piece.last = more.last
 
 
 async def check_structured(

@@ -29,6 +29,7 @@ from quire.server.apis.openai.fim import infill
 from quire.server.apis.openai.logprobs import (
     CompletionLogprobWriter,
     are_many,
+    array_entries,
     entries_in,
     formatted,
     joined,
@@ -40,6 +41,8 @@ from quire.server.apis.openai.objects import (
     CompletionObject,
     GenerateAnswer,
     PromptLogprobs,
+    routed_experts_of,
+    sampling_info_of,
     versions_of,
 )
 from quire.server.apis.openai.protocol import CompletionRequest, GenerateRequest
@@ -212,6 +215,16 @@ def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -
             "'return_tokens_as_token_ids' needs 'logprobs'.",
             param="return_tokens_as_token_ids",
         )
+    mode = body.logprobs_mode or "auto"
+    if _ranks(body) and (state.client.config.args.logprobs_mode if mode == "auto" else mode) in (
+        "raw_logits",
+        "processed_logits",
+    ):
+        raise ApiError(
+            400,
+            "'best_of' ranks completions by log-probabilities, but 'logprobs_mode' gives logits.",
+            param="best_of",
+        )
     check_streaming(body)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(
@@ -288,10 +301,11 @@ class CompletionWriter:
         )
 
     def size(self, pieces: list[ChoiceText]) -> int:
-        """Returns the log-probabilities that the pieces are written with."""
+        """Returns the number of values that the pieces are written with, besides text."""
         indices = {p.choice // self.n for p in pieces if p.choice not in self.begun}
         prompts = [self.generation.prompts[index].logprobs or () for index in indices]
-        return sum(map(entries_in, [*prompts, *(piece.logprobs for piece in pieces)]))
+        logprobs = sum(map(entries_in, [*prompts, *(piece.logprobs for piece in pieces)]))
+        return logprobs + sum(array_entries(piece.last) for piece in pieces)
 
     def answer(self, pieces: list[ChoiceText]) -> CompletionObject[CompletionChoice]:
         return self.envelope([self.choice(piece) for piece in pieces], usage=self.usage)
@@ -321,6 +335,9 @@ class CompletionWriter:
         always = bool(self.body.return_token_ids)
         runs = [] if self.body.max_tokens == 0 else piece.versions
         choice.weight_versions = versions_of(runs, always=always)
+        shown = 0 if self.body.max_tokens == 0 else None
+        choice.sampling_info = sampling_info_of(piece.last, shown)
+        choice.routed_experts = routed_experts_of(piece.last)
         if self.with_prompt_logprobs and info.logprobs is not None:
             index = piece.choice // self.n
             if index not in self.prompt_logprobs:
@@ -379,6 +396,13 @@ async def generate(request: Request) -> Response:
         raise ApiError(
             400, "'prompt_logprobs' is not available in /generate.", param="prompt_logprobs"
         )
+    for name in ("return_sampling_info", "return_routed_experts"):
+        if body.stream and getattr(body, name):
+            raise ApiError(
+                400,
+                f"'{name}' is not available in /generate with stream=true, which sends bare text.",
+                param=name,
+            )
     params = sampling_params(
         body,
         state,
@@ -403,7 +427,15 @@ async def generate(request: Request) -> Response:
         ids = piece.token_ids if body.return_token_ids else UNSET
         versions = versions_of(piece.versions, always=bool(body.return_token_ids))
         return json_response(
-            GenerateAnswer(piece.text, piece.finish_reason, generation.usage, ids, versions)
+            GenerateAnswer(
+                piece.text,
+                piece.finish_reason,
+                generation.usage,
+                ids,
+                versions,
+                sampling_info_of(piece.last),
+                routed_experts_of(piece.last),
+            )
         )
     await start_stream(request, generation)
     return EventStream(
