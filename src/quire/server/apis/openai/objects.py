@@ -203,7 +203,7 @@ class GenerateAnswer(msgspec.Struct):
 
 
 class AcceptedImages(msgspec.Struct):
-    """What images a request may have.
+    """Limits of the images that a request may have.
 
     Attributes:
         max_bytes: most bytes of an image's file, in a body of the largest size.
