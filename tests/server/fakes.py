@@ -51,6 +51,7 @@ class FakeClient:
             scheduler=SimpleNamespace(max_model_len=64),
             hidden_size=4,
             matryoshka=None,
+            images=False,
             pooling="last",
             args=SimpleNamespace(lora_dir=None),
         )

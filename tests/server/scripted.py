@@ -77,6 +77,7 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
         hidden_size=64,
         matryoshka=(),
         pooling="last",
+        images=False,
         scheduler=SimpleNamespace(max_model_len=2048),
         args=SimpleNamespace(lora_dir=None),
     )

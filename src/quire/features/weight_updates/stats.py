@@ -27,3 +27,16 @@ class UpdateStats(msgspec.Struct):
     incomplete: int = 0
     asleep: int = 0
     stale_draft_updates: int = 0
+
+
+LIVE_ROWS = {
+    "version": "Version of the weights",
+    "updates": "Updates",
+    "failures": "Failed updates",
+    "bytes": "Bytes written",
+    "seconds": "Time of the writes",
+    "incomplete": "Weights are incomplete",
+    "asleep": "Asleep",
+    "stale_draft_updates": "Updates without the drafts' weights",
+}
+"""The names of the statistics in the live view."""

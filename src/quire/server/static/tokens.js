@@ -10,10 +10,10 @@ function level(logprob) {
   return STEPS.filter((step) => probability < step).length;
 }
 
-/** The text of an answer. Kept by its tokens where log-probabilities came with it. */
+/** The text of an answer as its tokens, which came with log-probabilities. */
 export class TokenText {
   constructor(label) {
-    this.element = make("div", { class: "answer-text" });
+    this.element = make("div", { class: "tokens" });
     this.label = label;
     this.infos = new Map();
     this.current = null;
@@ -25,10 +25,6 @@ export class TokenText {
 
   /** entries: OpenAI's log-probabilities of the tokens that made `text`. */
   add(text, entries) {
-    if (!entries?.length) {
-      if (text) this.element.append(text);
-      return;
-    }
     const whole = new TextDecoder();
     const pieces = entries.map((entry) => whole.decode(Uint8Array.from(entry.bytes ?? []), { stream: true }));
     // Text that was held back, a character in several tokens: then they are shown as one.

@@ -255,10 +255,29 @@ class GenerateAnswer(msgspec.Struct):
     routed_experts: EncodedArray | UnsetType = UNSET
 
 
+class AcceptedImages(msgspec.Struct):
+    """Limits of the images that a request may have.
+
+    Attributes:
+        max_bytes: most bytes of an image's file, in a body of the largest size.
+        max_pixels: width times height.
+    """
+
+    max_images: int
+    max_bytes: int
+    max_pixels: int
+
+
 class ModelCard(msgspec.Struct):
-    """The served model, or an adapter of it. sampling_defaults: parameters that a request without
-    them gets, where they are not the API's own. root: the model's own name or an adapter's. parent:
-    the model of an adapter."""
+    """The served model, or an adapter of it.
+
+    Attributes:
+        sampling_defaults: parameters that a request without them gets, where they are not the
+            API's own.
+        root: the model's own name or an adapter's.
+        parent: the model of an adapter.
+        images: left out if the model does not see images.
+    """
 
     id: str
     created: int
@@ -268,6 +287,7 @@ class ModelCard(msgspec.Struct):
     parent: str | None = None
     object: str = "model"
     owned_by: str = "quire"
+    images: AcceptedImages | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct):
