@@ -197,6 +197,13 @@ class Compiler:
             return LLTokenizer(text, eos_token=ends, slices=_SLICES)
 
     @property
+    def tokenizer(self) -> LLTokenizer:
+        """The tokenizer that all grammars share. Waits until it is built."""
+        self.warm_up()
+        assert self._tokenizer is not None
+        return self._tokenizer.result()
+
+    @property
     def tokenizer_vocab(self) -> int:
         """The tokenizer's size, once something was compiled; 0 where grammars cannot be used with
         it."""
