@@ -340,7 +340,7 @@ class Compiler:
         None while tables are being made.
 
         Args:
-            repeated: Whether masks are remembered. Most grammars come once.
+            repeated: Whether masks are remembered, while that pays. Most grammars come once.
         """
         key = grammar_key(params)
         with self._lock:
@@ -350,9 +350,10 @@ class Compiler:
         tables = made.result()
         if not tables.usable:
             return None
-        if self.memory is None or not repeated:
+        use = self.memory.use(key) if self.memory is not None and repeated else None
+        if use is None or not use.pays:
             return StringWalk(places, tables)
-        return StringWalk(places, tables, self.memory, self.memory.root(key))
+        return StringWalk(places, tables, self.memory, use)
 
     def shutdown(self) -> None:
         """Does not wait for what is being compiled. Idempotent."""

@@ -369,10 +369,9 @@ class MaskWorker:
         return row._replace(drafts=drafts.tolist(), text=request.text)
 
     def _settle(self) -> None:
-        """Reads the documents, which can wait until all masks are on their way."""
+        """Lets matchers and documents catch up, which can wait until all masks are on their way."""
         for request in self._busy.values():
-            if request.state.strings is not None:
-                request.state.strings.settle()
+            request.state.settle()
 
     def _report_stats(self) -> None:
         compiler, memory = self._compiler, self._compiler.memory
