@@ -37,7 +37,7 @@ from quire.engine.loop.prompts import (
 )
 from quire.engine.loop.terminal import interrupts_held, request_bar
 from quire.engine.loop.text_scores import classify_all, paired, score_all
-from quire.errors import RequestError, integer
+from quire.errors import CompilerBusyError, GrammarError, RequestError, integer
 from quire.features.call import PromptInputs, PromptReader, split_options
 from quire.outputs import (
     ClassificationRequestOutput,
@@ -132,7 +132,8 @@ class LLM:
                 (enable_lora).
 
         Raises:
-            RequestError: a request is invalid. Then no request has run.
+            RequestError: a request is invalid. Then all requests end.
+            CompilerBusyError: other grammars kept a request's grammar waiting. The same.
             KeyboardInterrupt: between two steps, so that the engine is fit for the next call.
             EngineDeadError: an earlier call has failed in a step.
         """
@@ -146,7 +147,6 @@ class LLM:
                 f"priority has {len(priorities)} entries for {len(many)} prompts", "priority"
             )
         options = keyword_options(self._core, len(many), lora_request=lora_request)
-        self._core.check(params)
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
         with self._requests([job.output.request_id for job in jobs]) as let_interrupt:
             self._start(jobs, priorities, options)
@@ -395,6 +395,8 @@ class LLM:
             let_interrupt()
             progress = self._core.step()
             for request, error in self._core.take_failures():
+                if isinstance(error, (GrammarError, CompilerBusyError)) and not len(request.output):
+                    raise error
                 job = owners[request.request_id]
                 if self._close(job, request, "abort" if error is None else "error"):
                     left -= 1

@@ -25,7 +25,7 @@ from quire.server.args import ServerArgs
 from quire.server.http.websocket import WEBSOCKETS
 from quire.server.process.listen import bind, url_of
 from quire.text.tokenizer import Tokenizer
-from tests.server.fakes import FakeClient
+from tests.server.fakes import FakeClient, refuse_grammar
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny"
 MODEL = "scripted"
@@ -103,6 +103,7 @@ class Speaker(FakeClient):
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
     ) -> AsyncIterator[CompletionUpdate]:
+        refuse_grammar(params)
         self.seen.append((prompt, params))
         self.heard.append(self.tokenizer.decode(prompt, skip_special_tokens=False))
         ids = self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False).tolist()

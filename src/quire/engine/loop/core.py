@@ -129,17 +129,6 @@ class EngineCore:
         self._prompt_tokens += len(prompt)
         return requests
 
-    def check(self, params: Sequence[SamplingParams]) -> None:
-        """Lets features check the parameters of future requests. This may take long.
-
-        Raises:
-            RequestError: a feature refuses one of the parameters.
-        """
-        for each in params:
-            self._turn_on(each, {})
-        for feature in self._loop_features:
-            feature.check(params)
-
     def call(self, call: CallType[Any, Any], request: Any) -> Any:
         """Returns the answer of the feature that takes a call: see `LoopFeature.calls`.
 

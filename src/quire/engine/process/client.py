@@ -16,7 +16,7 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.loop.beam_search import BeamSearch, BeamSearchSequence
 from quire.engine.loop.calls import SNAPSHOT
 from quire.engine.loop.embedding import NO_TOKENS
-from quire.engine.loop.features import open_checks, open_prompt_reader
+from quire.engine.loop.features import open_prompt_reader
 from quire.engine.loop.messages import AbortRequest, AddRequest
 from quire.engine.loop.output import (
     CompletionReader,
@@ -42,7 +42,6 @@ from quire.features.call import (
     CallType,
     PromptInputs,
     PromptReader,
-    RequestCheck,
     RequestField,
     encode_body,
 )
@@ -74,7 +73,6 @@ class EngineClient:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._checks: list[RequestCheck] = []
         self.asleep = False
 
     # -- life ----------------------------------------------------------------------------------
@@ -120,7 +118,6 @@ class EngineClient:
             if path is not None:
                 self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
                 await asyncio.to_thread(self.tokenizer.warm_up)
-            self._checks = open_checks(self.config)
         except BaseException:
             await self.shutdown()
             raise
@@ -129,8 +126,6 @@ class EngineClient:
     async def shutdown(self) -> None:
         """Stops the engine if this client launched it, and removes its socket. Idempotent."""
         await self._replicas.close()
-        for each in self._checks:
-            each.close()
 
     @property
     def alive(self) -> bool:
@@ -210,7 +205,6 @@ class EngineClient:
         """
         self._replicas.check_alive()
         ids = await self._ids(prompt, params)
-        await self.check(params)
         known = ids if inputs is None else inputs.cache_ids(ids)
         placement, (engine, handle, stream) = self._open(
             request_id, params.n, known, _namespace(cache_salt, fields)
@@ -364,16 +358,6 @@ class EngineClient:
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
             return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         return prompt_ids(prompt, params, self.config, self.tokenizer)
-
-    async def check(self, params: SamplingParams) -> None:
-        """Lets features check a request's parameters, off the event loop.
-
-        Raises:
-            RequestError: a feature refuses one of them.
-            CompilerBusyError: other checks took too long.
-        """
-        for each in self._checks:
-            await each.check(params)
 
     def _open(
         self, request_id: str, n: int, ids: Int32, namespace: str

@@ -16,6 +16,7 @@ from quire.errors import OverloadedError, RequestError
 from quire.features.call import WEIGHTS, PromptInputs, RequestField
 from quire.features.disaggregation.calls import PEER, PeerChoice
 from quire.features.kv_events.prompt_report import encode_report
+from quire.features.structured_output.calls import check_grammar
 from quire.outputs import Logprob, VersionRun
 from quire.sampling_params import SamplingParams
 from quire.server.context.request_context import RequestContext, timeout_error
@@ -119,6 +120,7 @@ class TextGeneration:
         cache_salt: prompts with different salts share no KV.
         inputs: the parts of the (only) prompt that are no text, or None.
         keep_special: ids of special tokens that stay in the text.
+        grammar_field: the request's field that led to the grammar, for errors.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class TextGeneration:
         cache_salt: str = "",
         inputs: PromptInputs | None = None,
         keep_special: frozenset[int] = frozenset(),
+        grammar_field: str = "structured_outputs",
     ) -> None:
         self.state = state
         self.context = context
@@ -142,6 +145,7 @@ class TextGeneration:
         self.priority = priority
         self.cache_salt = cache_salt
         self.keep_special = keep_special
+        self.grammar_field = grammar_field
         self.prompts = [PromptInfo() for _ in prompts]
         self.completion_tokens = 0
         self.versions: dict[int, list[VersionRun]] = {}
@@ -253,7 +257,7 @@ class TextGeneration:
             if isinstance(error, OverloadedError):
                 self.state.note_full(self.context.tenant)
             self.context.end = reason = "error"
-            self._error = self._error or error
+            self._error = self._error or self._named(error)
         except asyncio.CancelledError:
             if self.context.end == "timeout":
                 reason = "timeout"
@@ -265,6 +269,27 @@ class TextGeneration:
             self.metrics.open.dec()
             self._running -= 1
             self._changed.set()
+
+    def _named(self, error: Exception) -> Exception:
+        """Returns an error, which names the request's field if its grammar was refused."""
+        of_grammar = isinstance(error, RequestError) and error.param == "structured_outputs"
+        if not of_grammar or self.completion_tokens or self.params.structured_outputs is None:
+            return error
+        return _refused_grammar(error, self.grammar_field)
+
+    async def check_grammar(self) -> None:
+        """Waits until the grammar is compiled, for callers that answer before the request runs.
+
+        Raises:
+            ApiError: 400, the grammar cannot be enforced.
+        """
+        grammar = self.params.structured_outputs
+        if grammar is None:
+            return
+        try:
+            await check_grammar(self.state.client, grammar)
+        except RequestError as error:
+            raise _refused_grammar(error, self.grammar_field) from None
 
     def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[CompletionUpdate, None]:
         """Returns the updates of a prompt's completions."""
@@ -354,24 +379,6 @@ def _extend(piece: ChoiceText, more: ChoiceText) -> None:
     piece.last = more.last
 
 
-async def check_structured(
-    state: ServerState, params: SamplingParams, field: str = "structured_outputs"
-) -> None:
-    """Compiles the grammar that `params` ask for, outside the event loop.
-
-    This refuses a grammar that cannot be enforced before any token is generated.
-
-    Args:
-        field: the request's field that led to the grammar, for the error.
-
-    Raises:
-        ApiError: 400, naming `field`.
-    """
-    if params.structured_outputs is None:
-        return
-    try:
-        await state.client.check(params)
-    except RequestError as error:
-        raise ApiError(
-            400, f"Invalid value for '{field}': {error}", param=field, code=error.code
-        ) from None
+def _refused_grammar(error: RequestError, field: str) -> ApiError:
+    """Returns the error of a request whose grammar cannot be enforced."""
+    return ApiError(400, f"Invalid value for '{field}': {error}", param=field, code=error.code)

@@ -149,7 +149,9 @@ async def chat_completions(request: Request) -> Response:
         check_store(request)
     dialogue = _dialogue(state, body)
     names = {"structured_outputs": structured_field(body)}
-    with rename_fields(names | chat.ERROR_NAMES if body.functions else names):
+    if body.functions:
+        names |= chat.ERROR_NAMES
+    with rename_fields(names):
         reply = await prepare(state, dialogue, context_of(request))
     check_prompt_logprobs(len(reply.prompt_token_ids), reply.params, 1, "prompt_logprobs")
     model = context_of(request).model or state.model_name
@@ -161,7 +163,7 @@ async def chat_completions(request: Request) -> Response:
             stored = StoredChat(envelope, messages, owner_of(request))
             chat_store(request).add(stored)
 
-    with blame_field("messages"):
+    with rename_fields(names), blame_field("messages"):
         if not body.stream:
             answers = await unless_disconnected(request.receive, reply.whole())
             size = entries_in(reply.prompt_logprobs or ()) + _size(answers)

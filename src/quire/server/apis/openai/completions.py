@@ -49,7 +49,7 @@ from quire.server.apis.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.apis.openai.structured import structured_field
 from quire.server.apis.openai.vocabulary import prompt_room, prompt_tokens
 from quire.server.chat.beams import BeamGeneration
-from quire.server.chat.text import ChoiceText, Prompt, TextGeneration, check_structured, collect
+from quire.server.chat.text import ChoiceText, Prompt, TextGeneration, collect
 from quire.server.context.request_context import RequestContext, context_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
@@ -77,7 +77,6 @@ async def completions(request: Request) -> Response:
     check_fan_out(len(prompts), max(body.n or 1, body.best_of or 1, body.beam_width or 1))
     _check(state, body, prompts)
     params = _params(state, body)
-    await check_structured(state, params, structured_field(body))
     most = state.client.config.scheduler.max_model_len
     if body.logprobs is not None:
         check_logprobs(params, len(prompts), most, "logprobs")
@@ -98,6 +97,7 @@ async def completions(request: Request) -> Response:
         request_id=new_id("cmpl"),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        grammar_field=structured_field(body),
     )
     writer = CompletionWriter(state, body, prompts, generation)
     if not body.stream:
@@ -409,7 +409,6 @@ async def generate(request: Request) -> Response:
         max_tokens=body.max_tokens,
         detokenize=state.client.tokenizer is not None,
     )
-    await check_structured(state, params, structured_field(body))
     context = context_of(request)
     inputs = await _inputs(state, body, prompts)
     charge(state, context, inputs, params, params.n)
@@ -421,6 +420,7 @@ async def generate(request: Request) -> Response:
         request_id=new_id("gen"),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        grammar_field=structured_field(body),
     )
     if not body.stream:
         (piece,) = await unless_disconnected(request.receive, collect(generation))
