@@ -138,7 +138,7 @@ class FourBits:
     wider: Integers | Halves
 
     def product(self, x: Tensor) -> Tensor:
-        if len(x) > _FEW:
+        if x.shape[0] > _FEW:
             return self.wider.product(x)
         rows = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
         out = torch._weight_int4pack_mm_for_cpu(rows, self.values, self.group, self.scales)
