@@ -203,7 +203,7 @@ class Attention(nn.Module):
             kv: the layer's part of the KV cache. The tokens' keys and values are stored there.
         """
         spec = self.spec
-        tokens = len(qkv)
+        tokens = qkv.shape[0]
         rotary = self._rotary[0]
         cos_sin, positions = None, batch.positions
         if rotary is not None:

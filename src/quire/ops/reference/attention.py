@@ -158,7 +158,7 @@ def paged_attention(
             for group in _group(pieces, block_bytes)
         ]
     workspace = scratch.setdefault("workspace", {})
-    if len(plan) == 1 and plan[0].tokens == slice(0, len(q)):
+    if len(plan) == 1 and plan[0].tokens == slice(0, q.shape[0]):
         return _attend(q, kv, plan[0], workspace, scale, softcap, sinks)
     out = q.new_zeros(q.shape)
     for bucket in plan:
@@ -307,13 +307,13 @@ def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]
 
     On a CPU the page faults of fresh memory take longer than the copy."""
     view, _ = head_rows(cache)
-    size = len(rows) * view.shape[1]
+    size = rows.shape[0] * view.shape[1]
     buffer = workspace.get((name, cache.dtype))
     if buffer is None or buffer.numel() < size:
         with torch.inference_mode(False):  # Later calls may fill it inside or outside of that mode.
             buffer = cache.new_empty(size * 5 // 4)
         workspace[name, cache.dtype] = buffer
-    out = buffer[:size].view(len(rows), view.shape[1])
+    out = buffer[:size].view(rows.shape[0], view.shape[1])
     return torch.index_select(view, 0, rows, out=out)
 
 
