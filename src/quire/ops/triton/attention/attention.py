@@ -41,8 +41,8 @@ _FILLED = 3
 _CROWDED = 8
 """From this many programs per multiprocessor on, short rows are not cut into parts. The longest row
 then ends while waves of other rows still run."""
-_LONG_ROW = 1.5
-"""Rows of more than so many times the mean length make the others wait, unless they are cut."""
+_EVEN = 1.25
+"""Rows of up to so many times the mean length do not make the others wait if they are not cut."""
 _ONE_WAVE = 5
 """Programs per multiprocessor that run at once, with one KV tile in flight each."""
 _THREE_AT_ONCE = 168
@@ -99,12 +99,13 @@ def _tuning() -> AttentionTuning:
 
 def decode_tiles(
     queries: int, d_pad: int, element_size: int, kv_format: KVFormat, rows: int, kv_heads: int,
-    card: DeviceTraits,
+    card: DeviceTraits, even: bool | None = None,
 ) -> Tiles:  # fmt: skip
     """Returns the tiles of short rows.
 
     Args:
         queries: number of (token, head) pairs of the longest short row.
+        even: see `ops.attention_schedule`.
     """
     m = max(16, triton.next_power_of_2(queries))
     if card.capability < (8, 0):
@@ -119,12 +120,12 @@ def decode_tiles(
             three = not kv_format.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
             return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 and three else None)
         return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
-    # With many programs at once, each needs fewer loads in flight. The exception is a little more
-    # than one wave of programs from many rows. Their lengths differ, and the last programs then
-    # need many loads in flight.
+    # With many programs at once, each needs fewer loads in flight. The exception are rows whose
+    # lengths differ, because their last programs run with few others. A little more than one wave
+    # of programs from many rows counts as such.
     programs = rows * kv_heads
     ragged = rows > card.num_sms and programs <= _ONE_WAVE * card.num_sms
-    shallow = programs > _FILLED * card.num_sms and not ragged
+    shallow = programs > _FILLED * card.num_sms and not ragged and even is not False
     return Tiles(m, 64 if d_pad * element_size <= 256 else 32, 4, 2 if shallow else 3)
 
 
@@ -170,7 +171,7 @@ def short_cuts(
     d_pad = _padded(heads.head_dim, kv_format)
     width = _width(heads.dtype, kv_format, card, tuning)
     tiles = tuning.decode or _short_tiles(
-        group, max_q_len, d_pad, width, kv_format, rows, heads.kv_heads, card
+        group, max_q_len, d_pad, width, kv_format, rows, heads.kv_heads, card, even
     )
     programs = tuning.programs
     if programs is None:
@@ -238,7 +239,7 @@ def most_skew(seq_lens: Tensor, attention: AttentionHeads) -> float | None:
     if _tuning().fixed or programs <= _FILLED * card.num_sms:
         return None
     # With several waves of programs, a longer row ends while the later waves still run.
-    return max(_LONG_ROW, programs / (_ONE_WAVE * card.num_sms))
+    return max(_EVEN, programs / (_ONE_WAVE * card.num_sms))
 
 
 def _more_programs(
@@ -254,8 +255,8 @@ def _more_programs(
         return programs
     if even or programs > _CROWDED * card.num_sms:
         return 0
-    # Only rows of more than `_LONG_ROW` times the mean length are cut. Uncut, they would make all
-    # others wait.
+    # Only rows of more than 1.5 times the mean length are cut. Uncut, they would make all others
+    # wait.
     return min(2 * each * card.num_sms, programs * 2 // 3)
 
 
@@ -275,11 +276,11 @@ def _spread(programs: int, tiles: Tiles, card: DeviceTraits, tuning: AttentionTu
 
 def _short_tiles(
     group: int, max_q_len: int, d_pad: int, width: int, kv_format: KVFormat, rows: int,
-    kv_heads: int, card: DeviceTraits,
+    kv_heads: int, card: DeviceTraits, even: bool | None,
 ) -> Tiles:  # fmt: skip
     fits = max_q_len * group <= _SHORT_TILE
     queries = max_q_len * group if fits else group
-    return decode_tiles(queries, d_pad, width, kv_format, rows, kv_heads, card)
+    return decode_tiles(queries, d_pad, width, kv_format, rows, kv_heads, card, even)
 
 
 def _width(
