@@ -254,7 +254,10 @@ def _content(token: Any) -> str | None:
 
 
 def _is_byte_level(hub: HubTokenizer) -> bool:
-    decoder = json.loads(hub.to_str()).get("decoder") or {}
+    if hub.decoder is None:
+        return False
+    # The state is JSON. The whole tokenizer's would have the vocabulary, too.
+    decoder = json.loads(hub.decoder.__getstate__())
     parts = decoder.get("decoders", [decoder])
     return any(part.get("type") == "ByteLevel" for part in parts)
 

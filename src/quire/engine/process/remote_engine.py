@@ -26,6 +26,7 @@ from quire.engine.loop.messages import (
     Pong,
     Ready,
     RequestRefused,
+    Resolved,
     Shutdown,
     Start,
     StepOutputs,
@@ -91,6 +92,7 @@ class RemoteEngine:
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._call_ids = itertools.count()
         self._ready: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
+        self._resolved: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
         self._heartbeat = Heartbeat()
         self._closed = False
         self._link = Link(
@@ -98,6 +100,17 @@ class RemoteEngine:
         )
         if host is not None:
             host.start(self._on_death)
+
+    async def resolved(self) -> EngineConfig:
+        """Waits until the engine's settings are known. The model may still be loading.
+
+        Raises:
+            ConfigError, ModelError, EngineDeadError: see `loaded`.
+        """
+        done, _ = await asyncio.wait(
+            (self._resolved, self._ready), return_when=asyncio.FIRST_COMPLETED
+        )
+        return (self._ready if self._ready in done else self._resolved).result()
 
     async def loaded(self) -> EngineConfig:
         """Waits until the engine is loaded.
@@ -259,6 +272,9 @@ class RemoteEngine:
             case Loading(what, done, total):
                 if self._on_progress is not None and not self._ready.done():
                     self._on_progress(what, done, total)
+            case Resolved(config):
+                if not self._resolved.done():
+                    self._resolved.set_result(config)
             case Ready(config):
                 self.end = ""
                 if not self._ready.done():
