@@ -269,6 +269,12 @@ class RemoteEngine:
             case News(name, body):
                 self._news[name] = body
                 self._values.pop(name, None)
+            case _:
+                self._note_start(message)
+
+    def _note_start(self, message: Loading | Resolved | Ready | Failed) -> None:
+        """Notes how far the start is, or that the engine has failed."""
+        match message:
             case Loading(what, done, total):
                 if self._on_progress is not None and not self._ready.done():
                     self._on_progress(what, done, total)
