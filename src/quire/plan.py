@@ -208,6 +208,8 @@ class StepPlan(msgspec.Struct):
             its values until the next write.
         dummy_tokens: positions to compute and throw away, so that the rank takes part in a step of
             the others. The body runs even without rows.
+        skew: in a step of generating rows, their longest context divided by their mean one. It
+            decides only which kernels run.
 
     **Drafts** are claims about text at absolute positions, in the columns `draft_ids`
     (int32 [n, W], padded with -1) and `draft_start` (int32 [n]): `draft_ids[j]` is the token at
@@ -229,6 +231,7 @@ class StepPlan(msgspec.Struct):
     writes: dict[str, tuple[Int32, Int32]] = {}
     transfers: list[Transfer] = []
     dummy_tokens: int = 0
+    skew: float = 1.0
 
     @property
     def num_rows(self) -> int:

@@ -120,6 +120,12 @@ class Loading(msgspec.Struct, tag=True):
     total: int
 
 
+class Resolved(msgspec.Struct, tag=True):
+    """Reports the settings before the model is loaded, so that clients get ready meanwhile."""
+
+    config: EngineConfig
+
+
 class Ready(msgspec.Struct, tag=True):
     config: EngineConfig
 
@@ -215,7 +221,16 @@ class Pong(msgspec.Struct, tag=True):
 
 
 FromEngine = (
-    Loading | Ready | Failed | RequestRefused | StepOutputs | CallAnswer | CallFailed | News | Pong
+    Loading
+    | Resolved
+    | Ready
+    | Failed
+    | RequestRefused
+    | StepOutputs
+    | CallAnswer
+    | CallFailed
+    | News
+    | Pong
 )
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)

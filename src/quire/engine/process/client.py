@@ -58,6 +58,14 @@ _LONG_TEXT = 2000
 """Characters of a prompt above which it is tokenized off the event loop."""
 
 
+def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    if config.tokenizer_path is None:
+        return None
+    tokenizer = Tokenizer.from_path(config.tokenizer_path)
+    tokenizer.warm_up()
+    return tokenizer
+
+
 class EngineClient:
     """Tokenizes requests, sends them to an engine, and reads their output.
 
@@ -112,12 +120,11 @@ class EngineClient:
 
     async def _start(self) -> None:
         try:
-            self.config = await self._replicas.loaded()
-            path = self.config.tokenizer_path
-            self.tokenizer = None
-            if path is not None:
-                self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
-                await asyncio.to_thread(self.tokenizer.warm_up)
+            resolved = await self.replicas[0].resolved()
+            # The tokenizer of a large vocabulary takes seconds, in which the model loads.
+            self.config, self.tokenizer = await asyncio.gather(
+                self._replicas.loaded(), asyncio.to_thread(_load_tokenizer, resolved)
+            )
         except BaseException:
             await self.shutdown()
             raise

@@ -185,6 +185,7 @@ def expand_decodes(
     *,
     max_seq_len: int,
     attention: AttentionHeads,
+    even: bool | None = None,
 ) -> DecodeInputs:
     """Returns the inputs of a step whose rows have one token each, and fills in `logit_rows`.
 
@@ -198,6 +199,7 @@ def expand_decodes(
         weight: [entries, width], the embedding table.
         max_seq_len: see `expand_rows`.
         attention: the attention of all layers.
+        even: see `attention_schedule`.
     """
     expanded = expand_rows(
         rows,
