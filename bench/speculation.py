@@ -105,7 +105,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is measured.
+    """A measured model.
 
     Attributes:
         name: the model's name in records.

@@ -84,11 +84,15 @@ class GrammarError(RequestError):
         self.pointer = pointer
 
 
-class OverloadedError(QuireError):
+class TryLaterError(QuireError):
+    """A request was refused that may be sent again later."""
+
+
+class OverloadedError(TryLaterError):
     """The queue is full: the request may be sent again later."""
 
 
-class CompilerBusyError(QuireError):
+class CompilerBusyError(TryLaterError):
     """Other grammars are being compiled: the request may be sent again later."""
 
 

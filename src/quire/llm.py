@@ -37,7 +37,7 @@ from quire.engine.loop.prompts import (
 )
 from quire.engine.loop.terminal import interrupts_held, request_bar
 from quire.engine.loop.text_scores import classify_all, paired, score_all
-from quire.errors import CompilerBusyError, GrammarError, RequestError, integer
+from quire.errors import RequestError, TryLaterError, integer
 from quire.features.call import PromptInputs, PromptReader, split_options
 from quire.outputs import (
     ClassificationRequestOutput,
@@ -395,7 +395,7 @@ class LLM:
             let_interrupt()
             progress = self._core.step()
             for request, error in self._core.take_failures():
-                if isinstance(error, (GrammarError, CompilerBusyError)) and not len(request.output):
+                if isinstance(error, RequestError | TryLaterError) and not len(request.output):
                     raise error
                 job = owners[request.request_id]
                 if self._close(job, request, "abort" if error is None else "error"):

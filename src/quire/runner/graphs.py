@@ -185,7 +185,7 @@ class EncoderBuckets(Buckets):
         ]
         return [*reversed(shapes)]
 
-    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+    def body(self, tokens: int, rows: int, longest: int, skew: float = 1.0) -> BodyShape | None:
         if rows > self._limits.lanes or tokens > self._limits.tokens or not tokens:
             return None
         size = _at_least(self._mixed, tokens)

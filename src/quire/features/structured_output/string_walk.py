@@ -517,4 +517,4 @@ class StringWalk:
 _QUOTE, _BRACE = b'"{'
 _BLANKS = b" \t\r\n"
 _VALUE, _COMMA = range(2)
-"""Where a value's text is forgotten."""
+"""Places at which a value's text is forgotten."""

@@ -167,10 +167,11 @@ def _check_pooled(request: Request) -> None:
 
 def _encoded_rows(values: Float32, encoding: Encoding | None) -> list[float | list[float]] | str:
     """Returns a vector as `encoded` does, or the vector of each token."""
-    if encoding == "base64":
-        return encoded(values, encoding)
-    listed: list[float | list[float]] = values.tolist()
-    return listed
+    if values.ndim > 1 and encoding != "base64":
+        rows: list[float | list[float]] = values.tolist()
+        return rows
+    vector = encoded(values, encoding)
+    return vector if isinstance(vector, str) else [*vector]
 
 
 async def _vectors(
