@@ -38,6 +38,7 @@ CORE = (
     "engine/loop/beam_search.py",
     "engine/loop/embedding.py",
     "engine/loop/text_scores.py",
+    "engine/loop/scoring.py",
     "engine/loop/telemetry.py",
     "engine/loop/terminal.py",
     "engine/loop/trace.py",
