@@ -113,7 +113,8 @@ def _vector(pooled: Pooled, row: int) -> Float32 | None:
     if not len(places):
         return None
     if pooled.counts is None:
-        return pooled.values[places[0]]
+        vector: Float32 = pooled.values[places[0]]
+        return vector
     start = int(pooled.counts[: places[0]].sum())
     vectors: Float32 = pooled.values[start : start + int(pooled.counts[places[0]])]
     return vectors
