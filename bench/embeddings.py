@@ -92,6 +92,7 @@ def main() -> None:
         default="sentence-transformers",
     )
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="for each engine and stream count"
     )
@@ -104,11 +105,11 @@ def main() -> None:
         "quire": lambda texts: llm.embed(texts, use_tqdm=False),
         args.peer: peer_encoder(args.peer, args.folder, device, dtype),
     }
-    tokenizer, records = llm.get_tokenizer(), []
+    tokenizer = llm.get_tokenizer()
     sample = texts_of(random.Random(0), 64)
     own, other = (vectors_of(encode(sample)) for encode in encoders.values())
     agreement = float((own * other).sum(axis=1).min())
-    for streams in STREAMS:
+    for streams in args.streams:
         draw = random.Random(streams)
         times: dict[str, list[float]] = {name: [] for name in encoders}
         tokens = 0
@@ -120,6 +121,7 @@ def main() -> None:
             tokens += sum(len(tokenizer.encode(text)) for text in texts)
             for name, encode in encoders.items():
                 times[name].append(round_seconds(encode, texts))
+        records = []
         for name, seconds in times.items():
             metrics = {
                 "tokens_s": tokens / sum(seconds),
@@ -135,7 +137,7 @@ def main() -> None:
                 make_record(case, metrics, model=Path(args.folder).name, device=device,
                             settings=settings)
             )  # fmt: skip
-    print_and_append(records, args.out)
+        print_and_append(records, args.out)
     llm.shutdown()
 
 

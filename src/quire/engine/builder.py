@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import models
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
-from quire.engine.encoders import encoder_args, encoder_block_size
+from quire.engine.encoders import check_encoder_dtype, encoder_args, encoder_block_size
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.features import (
     all_features,
@@ -65,6 +65,8 @@ def resolve(args: EngineArgs) -> EngineConfig:
     tokenizer = path if own else models.resolve_model_path(args.tokenizer, None)
     tokenizer_path = None if args.skip_tokenizer_init else str(tokenizer)
     dtype = _dtype(args.dtype, device, str(spec.dtype).removeprefix("torch."))
+    if isinstance(spec, models.EncoderSpec):
+        check_encoder_dtype(args, device, dtype)
     return EngineConfig(
         args=args,
         model_path=str(path),

@@ -53,6 +53,17 @@ def encoder_args(args: EngineArgs, spec: EncoderSpec, folder: Path) -> EngineArg
     )
 
 
+def check_encoder_dtype(args: EngineArgs, device: str, dtype: str) -> None:
+    """Raises ConfigError for fp32 on a GPU with graphs: no kernel attends in fp32 within one."""
+    captured = not args.enforce_eager and "graphs" not in args.disable
+    if device != "cpu" and dtype == "float32" and captured:
+        raise ConfigError(
+            "dtype=float32 is not supported for an encoder in CUDA graphs; use float16, or "
+            "enforce_eager",
+            "dtype",
+        )
+
+
 def encoder_block_size(longest: int) -> int:
     """Returns the tokens of a block that holds any text. An encoder's blocks have no bytes."""
     return 1 << max(4, (longest - 1).bit_length())

@@ -125,12 +125,11 @@ def _vector(pooled: Pooled, row: int) -> Float32 | None:
     (places,) = np.nonzero(pooled.rows == row)
     if not len(places):
         return None
-    at = int(places[0])
     if pooled.counts is None:
-        vector: Float32 = pooled.values[at]
+        vector: Float32 = pooled.values[places[0]]
         return vector
-    start = int(pooled.counts[:at].sum())
-    vectors: Float32 = pooled.values[start : start + int(pooled.counts[at])]
+    start = int(pooled.counts[: places[0]].sum())
+    vectors: Float32 = pooled.values[start : start + int(pooled.counts[places[0]])]
     return vectors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
@@ -167,11 +168,10 @@ def _check_pooled(request: Request) -> None:
 
 def _encoded_rows(values: Float32, encoding: Encoding | None) -> list[float | list[float]] | str:
     """Returns a vector as `encoded` does, or the vector of each token."""
-    if values.ndim > 1 and encoding != "base64":
-        rows: list[float | list[float]] = values.tolist()
-        return rows
-    vector = encoded(values, encoding)
-    return vector if isinstance(vector, str) else [*vector]
+    if encoding == "base64":
+        return base64.b64encode(values.astype("<f4").tobytes()).decode()
+    listed: list[float | list[float]] = values.tolist()
+    return listed
 
 
 async def _vectors(
