@@ -37,6 +37,7 @@ from quire.features.weight_updates.payloads import JoinGroup, Source
 from quire.models import Decoder
 from quire.models.decoder import DecoderLayers
 from quire.models.draft_heads import DraftHead
+from quire.models.families.family import Family
 from quire.models.updates import WeightUpdate, has_tensors_of, reload_weights
 from quire.ops import KVLayer
 from quire.parallel.torch_group import global_rank, sum_over_all_ranks
@@ -121,8 +122,8 @@ class UpdateHook(HostHook):
         self._groups: dict[str, BroadcastGroup] = {}
         self.outcomes: list[CommandOutcome] = []
         self.local: dict[int, Mapping[str, Tensor]] = {}
-        self._heads: list[DraftHead] = []
-        """Draft heads whose weights are in the model's checkpoint."""
+        self._heads: list[tuple[DraftHead, Family]] = []
+        """Draft heads whose weights are in the model's checkpoint, with the names there."""
         self.drafts = 0
         self._model: Decoder
         self._weights: ReleasableMemory
@@ -142,7 +143,7 @@ class UpdateHook(HostHook):
         self._weights, self._kv, self._cache = weights, kv, cache
         self.drafts = len(models) - 1
         heads = [each for each in models if isinstance(each, DraftHead)]
-        self._heads = [head for head in heads if head.family is not None]
+        self._heads = [(head, head.family) for head in heads if head.family is not None]
 
     def begin(self, step: Step) -> None:
         if ENTRY in step.plan.writes:
@@ -241,9 +242,9 @@ class UpdateHook(HostHook):
             )
             update = WeightUpdate(self._model, opened.files, whole=whole, fixed_scales=fixed)
             drafts = [
-                WeightUpdate(head, opened.files, family=head.family)
-                for head in self._heads
-                if has_tensors_of(head, head.family, opened.files)
+                WeightUpdate(head, opened.files, family=family)
+                for head, family in self._heads
+                if has_tensors_of(head, family, opened.files)
             ]
             return _Prepared(stack.pop_all(), opened, update, drafts)
 
