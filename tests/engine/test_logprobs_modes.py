@@ -15,6 +15,7 @@ from quire import LLM, SamplingParams
 from quire.errors import RequestError
 from quire.ops.reference import truncate
 from tests.models.checkpoints import make
+from tests.slow import slow
 
 PROMPTS = [list(range(20, 40)), [7, 3, 150, 7, 3, 150, 7, 3, 150, 7]]
 DRAWN = {"temperature": 0.8, "top_k": 6, "top_p": 0.9}
@@ -116,6 +117,25 @@ def test_the_engines_mode(model: tuple[Path, Any]) -> None:
     with pytest.raises(RequestError, match="not available with DRY"):
         llm.generate(PROMPTS, SamplingParams(logprobs=1, min_p=0.1, xtc_probability=0.5), False)
     llm.shutdown()
+
+
+@pytest.mark.parametrize("ranks", [slow("tensor_parallel_size"), "pipeline_parallel_size"])
+def test_ranks(model: tuple[Path, Any], llm: LLM, ranks: str) -> None:
+    params = SamplingParams(
+        **DRAWN, seed=2, max_tokens=6, ignore_eos=True, logprobs=3, return_sampling_info=True
+    )
+    several = LLM(str(model[0]), skip_tokenizer_init=True, max_model_len=64, **{ranks: 2})
+    one, two = (each.generate(PROMPTS, params, False) for each in (llm, several))
+    several.shutdown()
+    for own, other in zip(one, two, strict=True):
+        mine, theirs = own.outputs[0], other.outputs[0]
+        assert mine.token_ids == theirs.token_ids
+        assert mine.sampling_info is not None
+        assert theirs.sampling_info is not None
+        for name in ("raw_logprobs", "processed_logprobs", "mask_sizes"):
+            np.testing.assert_allclose(
+                getattr(theirs.sampling_info, name), getattr(mine.sampling_info, name), atol=1e-4
+            )
 
 
 def test_refusals() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.config import FeatureArgs, setting
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config import EngineArgs
+    from quire.layers.experts import ExpertsSpec
     from quire.models import ModelSpec
+    from quire.models.spec import LayerSpec
 
 _SETTING = "enable_return_routed_experts"
 
@@ -26,11 +28,17 @@ class RouterReplayArgs(FeatureArgs):
     )
 
 
+def _experts_of(layer: LayerSpec) -> ExpertsSpec | None:
+    """Returns a layer's experts, which a dense part may accompany; None for a layer without."""
+    ffn: Any = layer.ffn
+    return ffn if hasattr(ffn, "routing") else getattr(ffn, "experts", None)
+
+
 def check_settings(args: EngineArgs, spec: ModelSpec, device: str) -> None:
     """Raises ConfigError if the model has no experts, or if ranks know only some of a token's."""
     if not RouterReplayArgs.of(args).enable_return_routed_experts:
         return
-    choices = {layer.ffn.routing.top_k for layer in spec.layers if hasattr(layer.ffn, "routing")}
+    choices = {experts.routing.top_k for layer in spec.layers if (experts := _experts_of(layer))}
     if not choices:
         raise ConfigError(f"{_SETTING} needs a model with experts", _SETTING)
     if len(choices) > 1:

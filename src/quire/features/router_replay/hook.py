@@ -13,6 +13,7 @@ from quire.layers.batch import ForwardBatch
 from quire.layers.experts import Experts
 from quire.models import Decoder
 from quire.ops import StepRows
+from quire.parallel.torch_group import sum_over_all_ranks
 from quire.plan import ChosenExperts, StepPlan
 from quire.runner.hooks import Hook, HostHook, ProgramHook
 from quire.runner.readback import Step, Upload
@@ -65,8 +66,7 @@ class RouterReplayHook(ProgramHook, HostHook):
         if end - first == layer.spec.experts:
             return ids
         # Each rank has the ids of its own experts. All others are -1 there.
-        found = torch.where(ids >= 0, ids + (first + 1), 0).float()
-        return layer.group.all_reduce(found.view(-1, 1)).view_as(ids) - 1
+        return sum_over_all_ranks(torch.where(ids >= 0, ids + (first + 1), 0)) - 1
 
     def read(self, step: Step) -> None:
         ids, positions = step.arrived("experts"), step.arrived("experts.positions")

@@ -16,7 +16,7 @@ class UpdateStats(msgspec.Struct):
         seconds: Time of all writes, in which no step runs.
         incomplete: 1 after an update that failed while it wrote.
         asleep: 1 while memory is given up.
-        stale_draft_updates: Number of updates that did not reach the drafts' own weights.
+        stale_draft_updates: Number of updates since one reached the drafts' own weights.
     """
 
     version: int = 0
