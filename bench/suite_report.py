@@ -98,7 +98,9 @@ def plot(records: Sequence[BenchRecord], path: Path) -> None:
             _grid_panels(row[:2], own)
         else:
             _users_panels(row[2:], own)
-        next(panel for panel in row if panel.lines).set_title(name)
+        drawn = [panel for panel in row if panel.lines]
+        if drawn:
+            drawn[0].set_title(name)
     for panel in panels.flat:
         if panel.lines:
             _label_axis(panel)

@@ -18,7 +18,7 @@ _TEXT = "#7d8590"
 COLORS = ("#2f81f7", "#d4761c", "#2da44e", "#a371f7", "#bf3989", "#57606a", "#b59f00", "#1b7c83")
 """Colors of series, in their order."""
 _NO_DATE = {"svg": {"Date": None}}
-"""What a picture says of itself, by its kind: no date, so that equal pictures are equal files."""
+"""Metadata of a picture, by its kind: no date, so that equal pictures are equal files."""
 _LINE_OF_TEXT = 10.0
 """Distance of two names beside lines, in points."""
 
