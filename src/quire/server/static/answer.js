@@ -123,9 +123,8 @@ export class Answer {
     this.content += text;
     if (!this.box.firstChild) this.box.append(this.formatted.element, this.tokens.element);
     this.formatted.add(text);
-    if (!entries.length) return;
     this.tokens.add(text, entries);
-    this.element.classList.add("with-tokens");
+    if (entries.length) this.element.classList.add("with-tokens");
   }
 
   #think(text) {

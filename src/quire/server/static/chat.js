@@ -208,6 +208,7 @@ export class Chat {
       if (answer.continuable && this.#sides.includes(answer.side)) {
         answer.actions.append(make("button", { type: "button", class: "quiet", onclick: () => this.#continue(turn, answer) }, "Continue"));
       }
+      if (!answer.content) continue;
       answer.actions.append(make("button", { type: "button", class: "quiet", onclick: () => copy(answer) }, "Copy"));
     }
     this.bottom.follow();

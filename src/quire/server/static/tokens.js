@@ -10,7 +10,7 @@ function level(logprob) {
   return STEPS.filter((step) => probability < step).length;
 }
 
-/** The text of an answer as its tokens, which came with log-probabilities. */
+/** The text of an answer as its tokens, as far as they came with log-probabilities. */
 export class TokenText {
   constructor(label) {
     this.element = make("div", { class: "tokens" });
@@ -23,8 +23,12 @@ export class TokenText {
     this.element.addEventListener("blur", () => this.#leave());
   }
 
-  /** entries: OpenAI's log-probabilities of the tokens that made `text`. */
+  /** entries: OpenAI's log-probabilities of the tokens that made `text`, if they came. */
   add(text, entries) {
+    if (!entries.length) {
+      this.element.append(text);
+      return;
+    }
     const whole = new TextDecoder();
     const pieces = entries.map((entry) => whole.decode(Uint8Array.from(entry.bytes ?? []), { stream: true }));
     // Text that was held back, a character in several tokens: then they are shown as one.
