@@ -35,7 +35,7 @@ from quire.engine.loop.prompts import (
     read_prompt,
 )
 from quire.engine.loop.terminal import interrupts_held, request_bar
-from quire.errors import CompilerBusyError, GrammarError, RequestError, integer
+from quire.errors import RequestError, integer
 from quire.features.call import PromptInputs, PromptReader, split_options
 from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
@@ -124,7 +124,6 @@ class LLM:
 
         Raises:
             RequestError: a request is invalid. Then all requests end.
-            CompilerBusyError: other grammars kept a request's grammar waiting. The same.
             KeyboardInterrupt: between two steps, so that the engine is fit for the next call.
             EngineDeadError: an earlier call has failed in a step.
         """
@@ -347,7 +346,7 @@ class LLM:
             let_interrupt()
             progress = self._core.step()
             for request, error in self._core.take_failures():
-                if isinstance(error, (GrammarError, CompilerBusyError)) and not len(request.output):
+                if error is not None and error.ends_call and not len(request.output):
                     raise error
                 job = owners[request.request_id]
                 if self._close(job, request, "abort" if error is None else "error"):

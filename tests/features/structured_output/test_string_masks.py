@@ -266,6 +266,8 @@ def test_masks_are_remembered_whatever_complete_values_say(
          "minProperties": 1, "additionalProperties": False},
         {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
          "additionalProperties": {"type": "boolean"}},
+        {"type": "object", "properties": {"ab": {"type": "integer"}, "a b": {"type": "boolean"}},
+         "additionalProperties": False},
     ],
 )  # fmt: skip
 def test_places_that_differ_are_told_apart(remembering: Compiler, item: Any) -> None:
@@ -336,6 +338,17 @@ def test_patterns_without_such_an_end(walking: Compiler, pattern: str) -> None:
     assert pattern_tail(translate(pattern)) is None
     schema = {"type": "array", "items": {"type": "string", "pattern": pattern}, "minItems": 50}
     Walk(walking, schema, seed=1).run(40)
+
+
+def test_blanks_in_names_tell_them_apart(remembering: Compiler, tokenizer: Tokenizer) -> None:
+    """Also where one token ends the name."""
+    schema = {
+        "type": "object",
+        "properties": {"ab": {"type": "integer"}, "a b": {"type": "boolean"}},
+        "additionalProperties": False,
+    }
+    for text in ('{"ab": 1}', '{"a b": true}', '{"a b": true}'):
+        Walk(remembering, schema, seed=0).write(tokenizer, text)
 
 
 def test_lookups_that_find_little_end() -> None:

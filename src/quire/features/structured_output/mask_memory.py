@@ -21,7 +21,7 @@ _LEAST_HITS = 0.3
 _ANY = -1
 
 Piece = bytes | tuple[int, object]
-"""What comes behind a place: text, or the end of a value."""
+"""Text behind a place, or the end of a value."""
 
 
 class _Kept(NamedTuple):

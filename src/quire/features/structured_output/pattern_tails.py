@@ -1,6 +1,7 @@
 """Patterns of strings that end with a bounded repeat of a class, such as `^https?://[a-z/]{3,99}$`.
 
-Behind the least number of repeats, a place differs from another one only in how many may follow.
+After the least number of repeats, two places differ only in the number of characters that may
+follow.
 """
 
 from __future__ import annotations

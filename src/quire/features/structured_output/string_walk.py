@@ -406,7 +406,7 @@ class StringWalk:
                     continue
             elif quiet[token] and free():
                 if self._memory is not None:
-                    self._keep(self.tables.text(token))
+                    self._keep(self.tables.text(token), inside=self._in_string)
                 continue
             self._read(self.tables.text(token))
 
@@ -425,22 +425,22 @@ class StringWalk:
                 free, named = self._length is not None, self._in_name
                 at = self._read_string(text, at)
                 if not free or not self._in_string:
-                    self._keep(text[at - 1 if free else start : at])
+                    self._keep(text[at - 1 if free else start : at], inside=True)
                 if not self._in_string and not named:
                     self._end_value(_VALUE)
                 continue
             found = _NEXT.search(text, at)
             at = len(text) if found is None else found.end()
-            self._keep(text[start:at])
+            self._keep(text[start:at], inside=False)
             if found is not None:
                 self._structure(text[at - 1])
         self._near = not (self._length is None and self._pattern is None) or self._before_length()
 
-    def _keep(self, text: bytes) -> None:
-        """Adds text to the place."""
+    def _keep(self, text: bytes, *, inside: bool) -> None:
+        """Adds text to the place. inside: whether it is of a string, with the quote at its end."""
         if self._memory is None:
             return
-        if self._in_string:
+        if inside:
             self._text += text
         else:
             solid = text.rstrip(_BLANKS)
@@ -558,4 +558,4 @@ class StringWalk:
 _QUOTE, _BRACE = b'"{'
 _BLANKS = b" \t\r\n"
 _VALUE, _COMMA = range(2)
-"""Where a value's text is forgotten."""
+"""The places at which the text of a value is forgotten."""

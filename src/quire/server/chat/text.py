@@ -267,8 +267,8 @@ class TextGeneration:
 
     def _named(self, error: Exception) -> Exception:
         """Returns an error, which names the request's field if its grammar was refused."""
-        of_grammar = isinstance(error, RequestError) and error.param == "structured_outputs"
-        if not of_grammar or self.completion_tokens or self.params.structured_outputs is None:
+        begun = self.completion_tokens or self.params.structured_outputs is None
+        if begun or not isinstance(error, RequestError) or error.param != "structured_outputs":
             return error
         return _refused_grammar(error, self.grammar_field)
 
