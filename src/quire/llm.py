@@ -37,7 +37,7 @@ from quire.engine.loop.prompts import (
 )
 from quire.engine.loop.terminal import interrupts_held, request_bar
 from quire.engine.loop.text_scores import classify_all, paired, score_all
-from quire.errors import RequestError, TryLaterError, integer
+from quire.errors import RequestError, integer
 from quire.features.call import PromptInputs, PromptReader, split_options
 from quire.outputs import (
     ClassificationRequestOutput,
@@ -133,7 +133,6 @@ class LLM:
 
         Raises:
             RequestError: a request is invalid. Then all requests end.
-            CompilerBusyError: other grammars kept a request's grammar waiting. The same.
             KeyboardInterrupt: between two steps, so that the engine is fit for the next call.
             EngineDeadError: an earlier call has failed in a step.
         """
@@ -395,7 +394,7 @@ class LLM:
             let_interrupt()
             progress = self._core.step()
             for request, error in self._core.take_failures():
-                if isinstance(error, RequestError | TryLaterError) and not len(request.output):
+                if error is not None and error.ends_call and not len(request.output):
                     raise error
                 job = owners[request.request_id]
                 if self._close(job, request, "abort" if error is None else "error"):

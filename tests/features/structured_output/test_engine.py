@@ -210,6 +210,24 @@ def test_a_schema_that_cannot_be_enforced_is_refused(llm: LLM) -> None:
     assert not any(stats.blocks_used)
 
 
+def test_remembered_masks_leave_texts_as_they_are(llm: LLM) -> None:
+    """Greedy and sampled, the first time and the third, beside a memory of nothing."""
+    link = {"type": "string", "pattern": "^https?://[a-z./]{3,90}$"}
+    note = {"type": "string", "maxLength": 30}
+    call = {"type": "object", "properties": {"link": link, "note": note},
+            "required": ["link", "note"], "additionalProperties": False}  # fmt: skip
+    schema = {"type": "array", "items": call, "minItems": 50}
+    params = [asks(schema, seed=i, temperature=i % 2, max_tokens=60) for i in range(4)]
+    bare = engine(structured_outputs_memory_mb=0)
+    expected = run(bare, PROMPTS, params)
+    assert bare.stats().grammars.mask_lookups == 0
+    bare.shutdown()
+    before = llm.stats().grammars.mask_hits
+    for _ in range(3):
+        assert run(llm, PROMPTS, params) == expected
+    assert llm.stats().grammars.mask_hits > before
+
+
 def test_exactly_one_kind() -> None:
     for options in ({}, {"regex": "a", "json_object": True}, {"choice": ("a",), "grammar": "a"}):
         with pytest.raises(RequestError, match="exactly one"):

@@ -17,7 +17,9 @@ from quire.arrays import Int32
 from quire.features.structured_output.compiler import Compiler, CompilerConfig
 from quire.features.structured_output.mask_memory import MaskMemory
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
+from quire.features.structured_output.pattern_tails import pattern_tail
 from quire.features.structured_output.string_walk import UNBOUNDED, StringWalk, string_places
+from quire.grammar.patterns import translate
 from quire.sampling_params import StructuredOutputsParams
 from quire.text.tokenizer import Tokenizer
 from tests.features.structured_output.conftest import EOS
@@ -264,6 +266,8 @@ def test_masks_are_remembered_whatever_complete_values_say(
          "minProperties": 1, "additionalProperties": False},
         {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
          "additionalProperties": {"type": "boolean"}},
+        {"type": "object", "properties": {"ab": {"type": "integer"}, "a b": {"type": "boolean"}},
+         "additionalProperties": False},
     ],
 )  # fmt: skip
 def test_places_that_differ_are_told_apart(remembering: Compiler, item: Any) -> None:
@@ -271,6 +275,80 @@ def test_places_that_differ_are_told_apart(remembering: Compiler, item: Any) -> 
     for outer in ({"type": "array", "items": item, "minItems": 50}, item):
         for seed in range(12):
             Walk(remembering, outer, seed // 2).run(60)
+
+
+PATTERNS = [
+    "^https?://[A-Za-z0-9./_-]{3,200}$",
+    "^https://[a-z0-9.-]{3,40}/[A-Za-z0-9_/-]{0,60}$",
+    "^[A-Z]{2}-[0-9]{3,9}$",
+    "^\\d{1,12}$",
+    "^v?[0-9]+\\.[a-z ]{2,30}$",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_ends_of_patterns_are_put_together(
+    walking: Compiler, remembering: Compiler, pattern: str
+) -> None:
+    text = {"type": "string", "pattern": pattern}
+    code = {
+        "type": "object",
+        "properties": {"text": text, "more": {"type": "integer"}},
+        "required": ["text", "more"],
+        "additionalProperties": False,
+    }
+    for item in (text, code):
+        schema = {"type": "array", "items": item, "minItems": 50}
+        for compiler in (walking, remembering):
+            assert sum(Walk(compiler, schema, seed).run(60) for seed in range(6)) > 5
+
+
+def test_ends_of_patterns() -> None:
+    def left(pattern: str, content: bytes) -> int:
+        tail = pattern_tail(translate(pattern))
+        assert tail is not None
+        return tail.left(content)
+
+    assert left(PATTERNS[0], b"https:/") == -1
+    assert left(PATTERNS[0], b"http://ab") == -1
+    assert left(PATTERNS[0], b"http://abc") == 197
+    assert left(PATTERNS[1], b"https://ab/") == -1
+    assert left(PATTERNS[1], b"https://a.bc/") == 60
+    assert left(PATTERNS[1], b"https://a.bc/d/e") == 57
+    assert left(PATTERNS[3], b"123456789012") == 0
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^[a-z]+[a-z]{1,3}$",
+        "^a?[a-c]{2,5}$",
+        "^(?:a|b){1,3}$",
+        "^[0-9]{5}(-[0-9]{4})?$",
+        "^.{1,5}$",
+        "^[à-ü]{1,5}$",
+        "^[a-z]*$",
+        "^[a-z]{4}$",
+        "[a-z]{1,4}$",
+        '^["a]{1,4}$',
+    ],
+)
+def test_patterns_without_such_an_end(walking: Compiler, pattern: str) -> None:
+    """Characters that two parts could take, others than JSON's plain ones, other forms."""
+    assert pattern_tail(translate(pattern)) is None
+    schema = {"type": "array", "items": {"type": "string", "pattern": pattern}, "minItems": 50}
+    Walk(walking, schema, seed=1).run(40)
+
+
+def test_blanks_in_names_tell_them_apart(remembering: Compiler, tokenizer: Tokenizer) -> None:
+    """Also where one token ends the name."""
+    schema = {
+        "type": "object",
+        "properties": {"ab": {"type": "integer"}, "a b": {"type": "boolean"}},
+        "additionalProperties": False,
+    }
+    for text in ('{"ab": 1}', '{"a b": true}', '{"a b": true}'):
+        Walk(remembering, schema, seed=0).write(tokenizer, text)
 
 
 def test_lookups_that_find_little_end() -> None:

@@ -273,9 +273,14 @@ def _fill_at_place(matcher: LLMatcher, strings: StringWalk, lines: Int32) -> Non
 
 
 def _fill_in_string(matcher: LLMatcher, strings: StringWalk, lines: Int32) -> None:
-    """Writes a mask in a string that is bounded by its length alone. The first one there is made
-    from that of the string's end."""
+    """Writes a mask in a string whose masks differ only in the characters left. The first one there
+    is llguidance's, or is made from that of the string's end."""
     tables = strings.tables
+    if strings.patterned:
+        fill_next_token_bitmask(matcher, lines)
+        if not matcher.is_error():
+            strings.begin_string(lines[0, : tables.words].copy())
+        return
     if strings.base is None:
         fill_next_token_bitmask(tables.at_end(matcher, strings.left) or matcher, lines)
         strings.begin_string(tables.base(lines[0], matcher, strings.left))

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from quire.arrays import Int32
 from quire.features.structured_output.mask_memory import GrammarUse, MaskMemory
+from quire.features.structured_output.pattern_tails import PatternTail, pattern_tail
 from quire.features.structured_output.string_tables import StringTables, whole_characters
 from quire.grammar.bounded import resolve, types_of
 from quire.grammar.grammar import MOST_INDENT
@@ -73,6 +74,7 @@ class StringPlaces:
         self._prefix = prefix
         self._children: dict[tuple[Nodes, str | int | None], Nodes] = {}
         self._lengths: dict[Nodes, Length | None] = {}
+        self._tails: dict[Nodes, PatternTail | None] = {}
         self._slots: dict[tuple[Nodes, str | int], Slot | None] = {}
         self.root = self._nodes([schema])
 
@@ -104,6 +106,19 @@ class StringPlaces:
             most = schema.get("maxLength", UNBOUNDED)
             found.add(Length(schema.get("minLength", 0), most))
         return found.pop() if len(found) == 1 else None
+
+    def tail(self, nodes: Nodes) -> PatternTail | None:
+        """Returns the end of a string's pattern, if the pattern is the only rule for it."""
+        if nodes not in self._tails:
+            self._tails[nodes] = self._tail(nodes)
+        return self._tails[nodes]
+
+    def _tail(self, nodes: Nodes) -> PatternTail | None:
+        schemas = list(self._taking(nodes, "string"))
+        schema = schemas[0] if len(schemas) == 1 else None
+        if schema is None or schema.keys() - _LABELS != {"type", "pattern"}:
+            return None
+        return pattern_tail(schema["pattern"])
 
     def slot(self, parents: Nodes, place: str | int) -> Slot | None:
         """Returns what an object or array allows behind a value, whatever the value is.
@@ -259,10 +274,10 @@ class _Frame:
 class StringWalk:
     """Follows a document that its grammar allows, token by token.
 
-    It is up to date where that matters: in a string that is bounded by its length alone, and where
-    one may come next. Elsewhere it reads tokens when there is time (`settle`), unless masks are
-    remembered. Where a token leads into such a string from elsewhere, that is seen a token late.
-    Belongs to one thread.
+    It is up to date where that matters: in a string that is bounded by its length alone or has a
+    `PatternTail`, and where the former may come next. Elsewhere it reads tokens when there is time
+    (`settle`), unless masks are remembered. Where a token leads into such a string from elsewhere,
+    that is seen a token late. Belongs to one thread.
 
     With a memory it also knows its place: a state, and the text behind that. The place leaves out
     what decides nothing: the text of strings that only their length bounds, values that are
@@ -273,9 +288,10 @@ class StringWalk:
         use: The grammar's, in the memory.
 
     Attributes:
-        left: Characters left in the string at the text's end, if only its length bounds it.
-            -1: elsewhere, within a character, or before the string's least length.
-        base: Tokens allowed in that string (`StringTables.base`), once known.
+        left: Characters left in the string at the text's end, if only its length bounds it, or in
+            the tail of its pattern. -1: elsewhere, within a character, or before the string's least
+            length.
+        base: Tokens allowed there with as many characters left, or with more, once known.
     """
 
     def __init__(
@@ -295,6 +311,9 @@ class StringWalk:
         self._frames: list[_Frame] = []
         self._in_string = self._in_name = False
         self._length: Length | None = None
+        self._pattern: PatternTail | None = None
+        self._content = b""
+        self._opened = self._state
         self._count = 0
         self._name = self._tail = b""
         self._near = places.length(places.root) is not None
@@ -303,7 +322,13 @@ class StringWalk:
     @property
     def short(self) -> bool:
         """Whether the text ends in a string whose mask can be put together from tables."""
-        return 0 <= self.left <= self.tables.limit
+        # A pattern that is full forces the string's end.
+        return (self._pattern is not None) <= self.left <= self.tables.limit
+
+    @property
+    def patterned(self) -> bool:
+        """Whether the text ends in a string with a `PatternTail`."""
+        return self._pattern is not None
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens that have come."""
@@ -316,12 +341,12 @@ class StringWalk:
         """Writes the mask of the text's end, int32 [words], if it is known."""
         if self.short:
             if self.base is None and self._memory is not None:
-                self.base = self._memory.base(self._state, self.left)
+                self.base = self._memory.base(self._opened, self.left)
             if self.base is None:
                 return False
             self.tables.mask(self.base, self.left, into)
             return True
-        if self._memory is None or self._length is not None:
+        if self._memory is None or not self._placed:
             return False
         text, left = self._place()
         known = self._memory.recall(self._use, self._state, text, self._last, left, into)
@@ -335,12 +360,17 @@ class StringWalk:
         Args:
             forced: Whether the grammar forces the text that comes.
         """
-        if self._memory is not None and self._length is None:
+        if self._memory is not None and self._placed:
             text, left = self._place()
             last = self._last if forced else None
             # The text of a string with a pattern hardly comes again.
             dense = not self._in_string or self._in_name
             self._memory.keep(self._state, text, last, left, mask, dense=dense)
+
+    @property
+    def _placed(self) -> bool:
+        """Whether the state and the text behind it say all about the text's end."""
+        return self._length is None and self.left < 0
 
     def _place(self) -> tuple[bytes, int]:
         """Returns the text behind the state, and how many more blanks may come in its last line.
@@ -355,7 +385,7 @@ class StringWalk:
         """Takes the tokens allowed in the string at the text's end, int32 [words]."""
         self.base = base
         if base is not None and self._memory is not None:
-            self._memory.keep_base(self._state, self.left, base)
+            self._memory.keep_base(self._opened, self.left, base)
 
     def settle(self) -> None:
         """Reads all tokens that were taken, which costs some microseconds."""
@@ -364,7 +394,7 @@ class StringWalk:
             self._unread.clear()
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        characters, quiet = self.tables.characters, self.tables.quiet
+        characters, quiet, free = self.tables.characters, self.tables.quiet, self._free
         for token in tokens:
             self._last = token
             if token >= len(quiet):
@@ -374,11 +404,16 @@ class StringWalk:
                     self.left -= count
                     self._count += count
                     continue
-            elif quiet[token] and self._length is None and not self._in_name and not self._tail:
+            elif quiet[token] and free():
                 if self._memory is not None:
-                    self._keep(self.tables.text(token))
+                    self._keep(self.tables.text(token), inside=self._in_string)
                 continue
             self._read(self.tables.text(token))
+
+    def _free(self) -> bool:
+        """Whether what stands here does not matter to strings."""
+        followed = self._length is not None or self._pattern is not None
+        return not (followed or self._in_name or self._tail)
 
     def _read(self, text: bytes) -> None:
         """Reads a token."""
@@ -390,22 +425,22 @@ class StringWalk:
                 free, named = self._length is not None, self._in_name
                 at = self._read_string(text, at)
                 if not free or not self._in_string:
-                    self._keep(text[at - 1 if free else start : at])
+                    self._keep(text[at - 1 if free else start : at], inside=True)
                 if not self._in_string and not named:
                     self._end_value(_VALUE)
                 continue
             found = _NEXT.search(text, at)
             at = len(text) if found is None else found.end()
-            self._keep(text[start:at])
+            self._keep(text[start:at], inside=False)
             if found is not None:
                 self._structure(text[at - 1])
-        self._near = self._length is not None or self._before_length()
+        self._near = not (self._length is None and self._pattern is None) or self._before_length()
 
-    def _keep(self, text: bytes) -> None:
-        """Adds text to the place."""
+    def _keep(self, text: bytes, *, inside: bool) -> None:
+        """Adds text to the place. inside: whether it is of a string, with the quote at its end."""
         if self._memory is None:
             return
-        if self._in_string:
+        if inside:
             self._text += text
         else:
             solid = text.rstrip(_BLANKS)
@@ -450,10 +485,13 @@ class StringWalk:
             self._in_name = frame is not None and frame.index < 0 and frame.name is None
             self._length = None if self._in_name else self._places.length(self._nodes())
             self._name, self._count = b"", 0
-            if self._length is not None:
+            if not self._in_name and self._length is None:
+                self._pattern, self._content = self._places.tail(self._nodes()), b""
+            if self._length is not None or self._pattern is not None:
                 self._number()
-                if not self._length.least:
-                    self.left = self._length.most
+                self._opened = self._state
+            if self._length is not None and not self._length.least:
+                self.left = self._length.most
         elif char in b"{[":
             self._number()
             frames.append(_Frame(self._nodes(), -1 if char == _BRACE else 0, self._state))
@@ -486,12 +524,15 @@ class StringWalk:
             self._name += content
         elif self._length is not None:
             self._count_characters(content, self._length)
+        elif self._pattern is not None and not ended:
+            self._content += content
+            self.left = self._pattern.left(self._content)
         if not ended:
             return len(text)
         if self._in_name:
             self._end_name(self._frames[-1])
         self._in_string = self._in_name = False
-        self._length = self.base = None
+        self._length = self._pattern = self.base = None
         self.left, self._tail = -1, b""
         return end + 1
 
@@ -517,4 +558,4 @@ class StringWalk:
 _QUOTE, _BRACE = b'"{'
 _BLANKS = b" \t\r\n"
 _VALUE, _COMMA = range(2)
-"""Places at which a value's text is forgotten."""
+"""The places at which the text of a value is forgotten."""

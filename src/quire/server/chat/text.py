@@ -272,9 +272,8 @@ class TextGeneration:
 
     def _named(self, error: Exception) -> Exception:
         """Returns an error, which names the request's field if its grammar was refused."""
-        if not isinstance(error, RequestError) or error.param != "structured_outputs":
-            return error
-        if self.completion_tokens or self.params.structured_outputs is None:
+        begun = self.completion_tokens or self.params.structured_outputs is None
+        if begun or not isinstance(error, RequestError) or error.param != "structured_outputs":
             return error
         return _refused_grammar(error, self.grammar_field)
 
