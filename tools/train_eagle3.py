@@ -34,7 +34,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent / "embedded_model"))
 from batches import IGNORE, Documents, Rows, batches, whole_rows
-from eagle import EagleHead, HeadShape, export_head
+from eagle import DEPTH, EagleHead, HeadShape, export_head
 from eagle_training import HeadTrainer, train_head
 from model import Shape
 from training import Plan, document_mask, forever
@@ -207,8 +207,7 @@ def train(args: argparse.Namespace, answers: Path) -> None:
 
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    dtype = torch.bfloat16 if args.device != "cpu" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device)
     model.eval().requires_grad_(False)
     target, shape = shapes(model.config)
     learned, held_out = read_answers(answers, args.device)
@@ -216,7 +215,7 @@ def train(args: argparse.Namespace, answers: Path) -> None:
     rows = model.get_output_embeddings().weight[kept]
     head = EagleHead(target, shape).to(args.device)
     plan = Plan(1 << 20, 0, args.batch, args.length, args.lr, decay=0.05, cooldown=0.6)
-    trainer = HeadTrainer(head, HubTeacher(model, shape.taps), plan, rows, kept)
+    trainer = HeadTrainer(head, HubTeacher(model, shape.taps), plan, rows, kept, args.depth)
     pad = AutoTokenizer.from_pretrained(args.model).pad_token_id or 0
     learned, held_out = learned.shorter(args.length), held_out.shorter(args.length)
     feed = forever(lambda epoch: whole_rows(learned, args.length, pad, epoch), args.batch)
@@ -247,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=180.0, help="time to train")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="tokens that can be drafted")
+    parser.add_argument("--depth", type=int, default=DEPTH, help="drafts that it learns in a row")
     parser.add_argument("--limit", type=int, default=320, help="most tokens of an answer")
     parser.add_argument("--batch", type=int, default=16, help="rows of a training step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of such a row")
