@@ -35,14 +35,15 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parent / "embedded_model"))
 from batches import IGNORE, Documents, Rows, batches, whole_rows
 from eagle import DEPTH, EagleHead, HeadShape, export_head
-from eagle_training import HeadTrainer, train_head
+from eagle_training import HeadTrainer
 from model import Shape
 from training import Plan, document_mask, forever
 
 TEMPERATURES = 0.0, 0.7
 HELD_OUT = 20
 """One prompt of so many is held out."""
-_TIMED_STEPS = 10
+_UNTIMED, _PRINTED = 10, 50
+"""Steps before the number of steps is estimated, and steps between two lines of the log."""
 
 
 def read_prompts(files: Sequence[Path]) -> list[list[dict[str, str]]]:
@@ -157,21 +158,23 @@ def frequent_tokens(docs: Documents, count: int) -> Tensor:
     return seen.topk(count).indices.sort().values
 
 
-def steps_in(seconds: float, trainer: HeadTrainer, feed: Iterator[Rows]) -> int:
-    """Returns how many training steps take so long. The steps that it measures are the first."""
-
-    def run(count: int) -> float:
-        begun = time.perf_counter()
-        for number in range(count):
-            trainer.step(next(feed), number)
-        if trainer.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    compiling = run(2)
-    each = run(_TIMED_STEPS) / _TIMED_STEPS
-    print(f"compiled in {compiling:.0f} s, {1e3 * each:.0f} ms a step", flush=True)
-    return max(_TIMED_STEPS, int((seconds - compiling) / each))
+def train_for(seconds: float, trainer: HeadTrainer, feed: Iterator[Rows]) -> None:
+    """Trains for so long. The rate falls by the steps that the time left is expected to allow."""
+    plan, recent, number = trainer.plan, list[Tensor](), 0
+    begun = time.perf_counter()
+    while (spent := time.perf_counter() - begun) < seconds:
+        if number >= _UNTIMED:
+            plan.steps = max(number + 1, round(number * seconds / spent))
+        recent.append(trainer.step(next(feed), number))
+        number += 1
+        if number % _PRINTED == 0:
+            loss, *agreed = torch.stack(recent).mean(0).tolist()
+            shares = " ".join(f"{share:.3f}" for share in agreed)
+            print(
+                f"{number} steps of {plan.steps}: loss {loss:.3f}, agreement {shares}", flush=True
+            )
+            recent.clear()
+    plan.steps = number
 
 
 def agreement(trainer: HeadTrainer, rows: Rows) -> list[float]:
@@ -219,8 +222,7 @@ def train(args: argparse.Namespace, answers: Path) -> None:
     pad = AutoTokenizer.from_pretrained(args.model).pad_token_id or 0
     learned, held_out = learned.shorter(args.length), held_out.shorter(args.length)
     feed = forever(lambda epoch: whole_rows(learned, args.length, pad, epoch), args.batch)
-    plan.steps = steps_in(args.seconds, trainer, feed)
-    train_head(trainer, feed)
+    train_for(args.seconds, trainer, feed)
     shares = agreement(trainer, whole_rows(held_out, args.length, pad, 0))
     export(head, rows, kept, args.out)
     held = held_out.tokens[held_out.learn]
