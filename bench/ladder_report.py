@@ -25,6 +25,7 @@ _CASES = (
     (re.compile(r"cache:(\d+)\+(\d+)"), "one request, {} in, {} out", "ratio", "recomputing"),
     (re.compile(r"static:(\d+)"), "static batch of {}", "to_one", "one at a time"),
     (re.compile(r"users:(\d+)"), "{} users, Quire", "to_one", "one at a time"),
+    (re.compile(r"users-(\d+):16"), "{} users, Quire", "to_one", "one at a time"),
 )
 """GPT-2's cases: pattern, label, and the ratio with what it compares to."""
 _SPEEDS = "cache_tok_s", "output_tok_s"
@@ -37,18 +38,14 @@ def load() -> list[BenchRecord]:
 
 
 def climbs(records: Sequence[BenchRecord]) -> dict[str, dict[str, float]]:
-    """Returns each rung's output tokens a second as a multiple of the first rung's, by model and
-    machine, then by rung. Of records of the same the latest counts, and of several loads the latest
-    load."""
+    """Returns each rung's output tokens a second as a multiple of the first rung's, by model,
+    machine and load, then by rung. Of records of the same the latest counts."""
     found: dict[str, dict[str, float]] = {}
-    loads: dict[str, object] = {}
     for record in records:
         # Without the first rung there is no ratio to it.
         if record.case.startswith(_PREFIX) and "to_naive" in record.metrics:
-            name = f"{record.model}, {record.card}"
-            requests = record.settings.get("requests")
-            if loads.setdefault(name, requests) != requests:
-                loads[name], found[name] = requests, {}
+            requests = record.settings.get("requests", "some")
+            name = f"{record.model}, {record.card}, {requests} requests"
             rung = record.case.removeprefix(_PREFIX)
             found.setdefault(name, {})[rung] = record.metrics["to_naive"]
     return found
@@ -129,6 +126,7 @@ def load_reserved() -> list[BenchRecord]:
 def plot(records: Sequence[BenchRecord], path: Path) -> None:
     """Draws what each rung gains or loses, as bars from the rung before to the rung."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     found = climbs(records)
     names = order(found)
@@ -145,8 +143,9 @@ def plot(records: Sequence[BenchRecord], path: Path) -> None:
             text = f" {after:.3g} ×" if name == next(iter(own)) else f" × {after / before:.2f}"
             panel.text(right, row, text, va="center", fontsize=8)
             before = after
-        panel.set_title(machine, fontsize=9)
+        panel.set_title(machine.replace(", ", "\n", 1), fontsize=9)
         panel.set_xscale("log")
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.margins(x=0.2)
         panel.set_xlabel("tokens per second, as a multiple of naive recompute", fontsize=8)
     for panel in panels[len(found) :]:

@@ -34,15 +34,16 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent / "embedded_model"))
 from batches import IGNORE, Documents, Rows, batches, whole_rows
-from eagle import EagleHead, HeadShape, export_head
-from eagle_training import HeadTrainer, train_head
+from eagle import DEPTH, EagleHead, HeadShape, export_head
+from eagle_training import HeadTrainer
 from model import Shape
 from training import Plan, document_mask, forever
 
 TEMPERATURES = 0.0, 0.7
 HELD_OUT = 20
 """One prompt of so many is held out."""
-_TIMED_STEPS = 10
+_UNTIMED, _PRINTED = 10, 50
+"""Steps before the number of steps is estimated, and steps between two lines of the log."""
 
 
 def read_prompts(files: Sequence[Path]) -> list[list[dict[str, str]]]:
@@ -157,21 +158,23 @@ def frequent_tokens(docs: Documents, count: int) -> Tensor:
     return seen.topk(count).indices.sort().values
 
 
-def steps_in(seconds: float, trainer: HeadTrainer, feed: Iterator[Rows]) -> int:
-    """Returns how many training steps take so long. The steps that it measures are the first."""
-
-    def run(count: int) -> float:
-        begun = time.perf_counter()
-        for number in range(count):
-            trainer.step(next(feed), number)
-        if trainer.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    compiling = run(2)
-    each = run(_TIMED_STEPS) / _TIMED_STEPS
-    print(f"compiled in {compiling:.0f} s, {1e3 * each:.0f} ms a step", flush=True)
-    return max(_TIMED_STEPS, int((seconds - compiling) / each))
+def train_for(seconds: float, trainer: HeadTrainer, feed: Iterator[Rows]) -> None:
+    """Trains for so long. The rate falls by the steps that the time left is expected to allow."""
+    plan, recent, number = trainer.plan, list[Tensor](), 0
+    begun = time.perf_counter()
+    while (spent := time.perf_counter() - begun) < seconds:
+        if number >= _UNTIMED:
+            plan.steps = max(number + 1, round(number * seconds / spent))
+        recent.append(trainer.step(next(feed), number))
+        number += 1
+        if number % _PRINTED == 0:
+            loss, *agreed = torch.stack(recent).mean(0).tolist()
+            shares = " ".join(f"{share:.3f}" for share in agreed)
+            print(
+                f"{number} steps of {plan.steps}: loss {loss:.3f}, agreement {shares}", flush=True
+            )
+            recent.clear()
+    plan.steps = number
 
 
 def agreement(trainer: HeadTrainer, rows: Rows) -> list[float]:
@@ -207,8 +210,7 @@ def train(args: argparse.Namespace, answers: Path) -> None:
 
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    dtype = torch.bfloat16 if args.device != "cpu" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device)
     model.eval().requires_grad_(False)
     target, shape = shapes(model.config)
     learned, held_out = read_answers(answers, args.device)
@@ -216,12 +218,11 @@ def train(args: argparse.Namespace, answers: Path) -> None:
     rows = model.get_output_embeddings().weight[kept]
     head = EagleHead(target, shape).to(args.device)
     plan = Plan(1 << 20, 0, args.batch, args.length, args.lr, decay=0.05, cooldown=0.6)
-    trainer = HeadTrainer(head, HubTeacher(model, shape.taps), plan, rows, kept)
+    trainer = HeadTrainer(head, HubTeacher(model, shape.taps), plan, rows, kept, args.depth)
     pad = AutoTokenizer.from_pretrained(args.model).pad_token_id or 0
     learned, held_out = learned.shorter(args.length), held_out.shorter(args.length)
     feed = forever(lambda epoch: whole_rows(learned, args.length, pad, epoch), args.batch)
-    plan.steps = steps_in(args.seconds, trainer, feed)
-    train_head(trainer, feed)
+    train_for(args.seconds, trainer, feed)
     shares = agreement(trainer, whole_rows(held_out, args.length, pad, 0))
     export(head, rows, kept, args.out)
     held = held_out.tokens[held_out.learn]
@@ -247,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=180.0, help="time to train")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="tokens that can be drafted")
+    parser.add_argument("--depth", type=int, default=DEPTH, help="drafts that it learns in a row")
     parser.add_argument("--limit", type=int, default=320, help="most tokens of an answer")
     parser.add_argument("--batch", type=int, default=16, help="rows of a training step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of such a row")

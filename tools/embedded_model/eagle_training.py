@@ -41,6 +41,7 @@ class HeadTrainer:
     Args:
         weight: rows of the model's LM head for the tokens that can be drafted.
         kept: those tokens; None: all.
+        depth: drafts for which the head is unrolled.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class HeadTrainer:
         plan: Plan,
         weight: Tensor,
         kept: Tensor | None = None,
+        depth: int = DEPTH,
     ) -> None:
         self.head, self.teacher, self.plan = head, teacher, plan
-        self.weight, self.kept = weight, kept
+        self.weight, self.kept, self.depth = weight, kept, depth
         self.device = weight.device.type
         cuda = self.device == "cuda"
         self.optimizer = Optimizer(head, plan.lr, plan.decay, fused=cuda)
@@ -62,7 +64,7 @@ class HeadTrainer:
         self, read: tuple[Tensor, Tensor, Tensor], document: Tensor, learned: Tensor
     ) -> tuple[Tensor, Tensor]:
         tapped, wanted, embedded = read
-        states = self.head(tapped, embedded, document, DEPTH)
+        states = self.head(tapped, embedded, document, self.depth)
         return draft_losses(states, wanted, self.weight, document, learned, self.kept)
 
     def losses(self, batch: Rows) -> tuple[Tensor, Tensor]:
