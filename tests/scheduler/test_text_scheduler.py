@@ -39,7 +39,8 @@ def add(own: TextScheduler, name: str, length: int, tenant: str = "") -> Request
 def result(plan: StepPlan) -> StepResult:
     rows = plan.num_rows
     stop = np.full(rows, int(StopReason.LENGTH), dtype=np.int32)
-    return StepResult(plan.step_id, np.full((rows, 1), -1, np.int32), np.zeros(rows, np.int32), stop)
+    tokens, counts = np.full((rows, 1), -1, np.int32), np.zeros(rows, np.int32)
+    return StepResult(plan.step_id, tokens, counts, stop)
 
 
 def planned(own: TextScheduler) -> StepPlan:
