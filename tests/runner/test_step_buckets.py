@@ -1,13 +1,14 @@
 """Steps are padded to graphs; a full step is found by measuring."""
 
 import bisect
+import random
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.runner.graphs import SHORT_ROW, Buckets, full_step, mixed_buckets
+from quire.runner.graphs import SHORT_ROW, Buckets, EncoderBuckets, full_step, mixed_buckets
 from quire.runner.hooks import Level
 from quire.runner.program import BodyShape, HeadShape
 from quire.runner.state import Limits
@@ -135,3 +136,19 @@ def test_a_full_step_has_the_tokens_from_which_waiting_pays(
 ) -> None:
     seconds: Callable[[int], float] = lambda tokens: fixed + tokens  # noqa: E731
     assert full_step(seconds, most) == full
+
+
+def test_whole_texts_are_padded_to_captured_bodies() -> None:
+    buckets = EncoderBuckets(Limits(lanes=256, tokens=8192, logit_rows=256, length=512))
+    captured = set(buckets.bodies())
+    draw = random.Random(0)
+    for _ in range(2000):
+        tokens = draw.randint(1, 8192)
+        longest = draw.randint(1, min(512, tokens))
+        shape = buckets.body(tokens, draw.randint(1, 256), longest)
+        assert shape in captured
+        assert shape.tokens >= tokens
+        assert shape.longest >= longest
+    assert buckets.body(9000, 1, 1) is None
+    assert buckets.body(10, 300, 1) is None
+    assert {buckets.few(tokens) for tokens in (512, 1024, 8192)} <= captured
