@@ -1,4 +1,4 @@
-"""How tokens were drawn, and their experts, on a GPU with and without graphs of such values."""
+"""Outputs for trainers on a GPU: how tokens were drawn, and their experts."""
 
 from __future__ import annotations
 
