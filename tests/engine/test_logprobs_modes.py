@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.config import EngineArgs
 from quire.errors import RequestError
 from quire.ops.reference import truncate
+from quire.runner.hooks import Level
+from quire.runner.hooks.logprobs import ProcessedLogprobs, SampledLogprobs
 from tests.models.checkpoints import make
 from tests.slow import slow
 
@@ -136,6 +139,17 @@ def test_ranks(model: tuple[Path, Any], llm: LLM, ranks: str) -> None:
             np.testing.assert_allclose(
                 getattr(theirs.sampling_info, name), getattr(mine.sampling_info, name), atol=1e-4
             )
+
+
+@pytest.mark.parametrize(
+    ("mode", "level"), [("raw_logprobs", Level.UNCAPTURED), ("processed_logits", Level.FULL)]
+)
+def test_captured_heads(mode: str, level: Level) -> None:
+    """Heads of other requests have no kernels for processed values, unless the engine's mode needs
+    them."""
+    args = EngineArgs(logprobs_mode=mode)
+    assert ProcessedLogprobs.made_for(args).head_level is level
+    assert SampledLogprobs.made_for(args).head_level is Level.FULL
 
 
 def test_refusals() -> None:

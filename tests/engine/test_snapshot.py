@@ -33,7 +33,7 @@ GROUP = KVGroup(layers=(0,), tokens_per_block=4)
 def engine(num_blocks: int = 64, groups: Any = (GROUP,), **config: Any) -> EngineCore:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, **config}
     executor = FakeExecutor(groups, [num_blocks] * len(groups), salt_of=lambda _: "")
-    args = SimpleNamespace(seed=0, trace_dir=None)
+    args = SimpleNamespace(seed=0, trace_dir=None, logprobs_mode="raw_logprobs")
     resolved = SimpleNamespace(args=args, scheduler=SchedulerConfig(**settings))
     return EngineCore(resolved, executor)  # type: ignore[arg-type]
 

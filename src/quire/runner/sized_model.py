@@ -125,7 +125,7 @@ class SizedModel:
     def add_rare(self, parameters: Sequence[str]) -> None:
         """Adds the hooks of these parameters."""
         for parameter in parameters:
-            hook = _RARE_HOOKS[parameter]()
+            hook = _RARE_HOOKS[parameter].made_for(self.loaded.config.args)
             hook.attach(self.loaded.model)
             hook.bind(self.state)
             self.rare.remove(parameter)

@@ -82,9 +82,11 @@ class BatchState:
         ring: the results of the last steps, in host memory.
         cuts: int32 [logit rows, 2], which tokens truncation keeps; see `ops.sample`. None unless a
             hook reads it.
+        cuts_level: least `Level` of heads that write `cuts`.
     """
 
     cuts: Tensor | None = None
+    cuts_level = 0
 
     def __init__(
         self,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from quire import ops
 from quire.arrays import Int32, int32
+from quire.config import EngineArgs
 from quire.ops.rows import LOGITS, PROCESSED
 from quire.plan import Admit, DrawnTokens, Logprobs, StepPlan
 from quire.runner.hooks.hook import HeadContext, HostHook, Level, ProgramHook
@@ -34,9 +35,16 @@ class SampledLogprobs(ProgramHook, HostHook):
 
     Attributes:
         name: the property of `SamplingParams` that asks for the hook.
+        head_level: the level of heads that compute the values.
     """
 
     name = "raw_logprobs"
+    head_level = Level.FULL
+
+    @classmethod
+    def made_for(cls, args: EngineArgs) -> Self:
+        """Returns the hook for an engine's settings."""
+        return cls()
 
     @classmethod
     def rare_columns(cls) -> Sequence[ColumnSpec]:
@@ -65,7 +73,7 @@ class SampledLogprobs(ProgramHook, HostHook):
         return params.logprobs is not None and params.logprobs_mode not in _MODES
 
     def lane_level(self, admit: Admit) -> Level:
-        return Level.PLAIN if getattr(admit.params, self.name) is None else Level.FULL
+        return Level.PLAIN if getattr(admit.params, self.name) is None else self.head_level
 
     def tokens(self, ctx: HeadContext) -> None:
         if ctx.level >= Level.FULL and ctx.tokens is not None:
@@ -101,6 +109,16 @@ class ProcessedLogprobs(SampledLogprobs):
     name = "processed_logprobs"
 
     @classmethod
+    def made_for(cls, args: EngineArgs) -> Self:
+        """Returns the hook for an engine's settings. Only an engine whose own mode is another than
+        raw_logprobs captures the values' kernels. In others the heads that need them run op by
+        op, so that heads of other requests have no further launches."""
+        hook = cls()
+        if args.logprobs_mode == "raw_logprobs":
+            hook.head_level = Level.UNCAPTURED
+        return hook
+
+    @classmethod
     def rare_columns(cls) -> Sequence[ColumnSpec]:
         return (*super().rare_columns(), ColumnSpec("logprobs_mode"))
 
@@ -113,6 +131,7 @@ class ProcessedLogprobs(SampledLogprobs):
         self._described = np.zeros(state.limits.lanes, dtype=np.bool_)
         """Whether the lane's request asks how its tokens are drawn."""
         state.cuts = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        state.cuts_level = self.head_level
 
     def stage(self, plan: StepPlan, upload: Upload) -> None:
         super().stage(plan, upload)
@@ -128,7 +147,7 @@ class ProcessedLogprobs(SampledLogprobs):
 
     def tokens(self, ctx: HeadContext) -> None:
         cuts = ctx.state.cuts
-        if ctx.level < Level.FULL or ctx.tokens is None or cuts is None:
+        if ctx.level < self.head_level or ctx.tokens is None or cuts is None:
             return
         ops.token_logprobs(
             # Samplers outside of graphs may have widened the logits.

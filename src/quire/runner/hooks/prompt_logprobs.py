@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.arrays import Int32, int32
+from quire.config import EngineArgs
 from quire.models import Decoder
 from quire.plan import RowFlag, StepPlan
 from quire.runner.hooks.hook import HostHook, ProgramHook
@@ -40,6 +42,11 @@ class PromptLogprobs(ProgramHook, HostHook):
     def rare_columns(cls) -> Sequence[ColumnSpec]:
         """Returns columns that the batch state has before the first request needs the hook."""
         return (ColumnSpec(f"num_{cls.name}", fill=-1),)
+
+    @classmethod
+    def made_for(cls, args: EngineArgs) -> Self:
+        """Returns the hook for an engine's settings."""
+        return cls()
 
     def __init__(self) -> None:
         self._replay: Callable[[], None] | None = None
