@@ -10,6 +10,7 @@ from rich.console import Console
 from quire.cli.progress import progress_bar
 from quire.cli.settings import with_settings
 from quire.config import EngineArgs
+from quire.errors import ConfigError, ModelError
 from quire.server.args import ServerArgs
 
 
@@ -20,7 +21,7 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
     On every machine but the first it runs that machine's workers instead.
 
     Raises:
-        ModelError: before the port is taken, if the model is a folder that cannot be served.
+        ModelError: the model cannot be served.
         ConfigError: the address is taken, or a setting is wrong.
     """
     # `quire serve --help` must not import FastAPI.
@@ -35,7 +36,6 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
 
         run_node(engine)
         return
-    check_folder(engine)
 
     def on_ready(url: str, model: str) -> None:
         asks = server.api_key or server.api_key_file
@@ -53,8 +53,14 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
             f"    -d '{json.dumps(body)}'\n"
         )
 
-    with progress_bar(Console(stderr=True)) as on_progress:
-        run_server(engine, server, on_ready=on_ready, on_progress=on_progress)
+    try:
+        with progress_bar(Console(stderr=True)) as on_progress:
+            run_server(engine, server, on_ready=on_ready, on_progress=on_progress)
+    except (ConfigError, ModelError):
+        # What the folder lacks is named first, because it would still lack it on another port. Only
+        # a failed start checks that here, because the check imports PyTorch.
+        check_folder(engine)
+        raise
     typer.echo("Stopped. Goodbye.", err=True)
 
 

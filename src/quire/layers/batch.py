@@ -80,7 +80,7 @@ class ForwardBatch:
     q_lens: tuple[int, ...]
     max_q_len: int
     max_seq_len: int
-    even: bool | None = None
+    even: bool = False
     embedded: Tensor | None = None
     given: GivenRows | None = None
     rotary: Tensor | None = None

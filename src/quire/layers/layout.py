@@ -49,7 +49,7 @@ class MixerLayout(Protocol):
     def most_skew(
         self, seq_lens: Tensor, dtype: torch.dtype, kv_format: ops.KVFormat
     ) -> float | None:
-        """Returns the skew up to which the schedule of decodes is `even`, see `ops.most_skew`."""
+        """Returns the most skew of `even` decodes, see `ops.most_skew`."""
         ...
 
 

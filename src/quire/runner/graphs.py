@@ -113,7 +113,7 @@ class Buckets:
         decode = [
             BodyShape(rows, rows, 1, even=even)
             for rows in self._rows
-            for even in ((False, True) if rows in self._most_skew else (None,))
+            for even in ((False, True) if rows in self._most_skew else (False,))
         ]
         return [*reversed(mixed), *reversed(short), *reversed(decode)]
 
@@ -123,11 +123,11 @@ class Buckets:
         return [HeadShape(rows, level) for rows in reversed(self._logit_rows) for level in levels]
 
     def steps(self) -> list[StepShape]:
-        """Returns the shapes of plain decode steps, whose body and head are one program. Uneven
-        decodes have none, so that the start takes less time."""
+        """Returns the shapes of plain decode steps, whose body and head are one program."""
         return [
-            StepShape(self._decode(rows, 1.0), HeadShape(rows, Level.PLAIN))
-            for rows in reversed(self._rows)
+            StepShape(body, HeadShape(body.rows, Level.PLAIN))
+            for body in self.bodies()
+            if body.longest == 1
         ]
 
     def body(self, tokens: int, rows: int, longest: int, skew: float = 1.0) -> BodyShape | None:
@@ -162,8 +162,7 @@ class Buckets:
 
     def _decode(self, rows: int, skew: float) -> BodyShape:
         """Returns the shape of decodes of `rows` rows, places of padding included."""
-        most = self._most_skew.get(rows)
-        return BodyShape(rows, rows, 1, even=None if most is None else skew <= most)
+        return BodyShape(rows, rows, 1, even=skew <= self._most_skew.get(rows, 0.0))
 
     def _most_rows(self, tokens: int) -> int:
         """Returns the most rows of a mixed step, in which at least one row has two tokens."""

@@ -32,15 +32,15 @@ class BodyShape:
         rows: places for rows.
         longest: most tokens of a row.
         altered: whether a hook changes what the model computes.
-        even: whether attention may leave the KV of each row whole, because no row's context is much
-            longer than the others'. None if that is unknown, or makes no difference.
+        even: whether attention leaves the KV of each row whole, because no row's context is much
+            longer than the others'.
     """
 
     tokens: int
     rows: int
     longest: int
     altered: bool = False
-    even: bool | None = None
+    even: bool = False
 
 
 @dataclass(frozen=True, slots=True)

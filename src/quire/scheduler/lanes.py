@@ -12,8 +12,9 @@ from quire.request import Request
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
-_FEW = 8
-"""Decodes of fewer rows never fill a card, so attention cuts them whatever their skew."""
+_FEW = 4
+"""Decodes of fewer rows do not fill even a small card, so attention cuts them whatever their
+skew."""
 
 
 class LaneTable:

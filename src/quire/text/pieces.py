@@ -31,15 +31,12 @@ def separates_words(hub: HubTokenizer) -> bool:
     if normalizer and normalizer["type"] not in _NORMALIZERS:
         return False
     # Such a token may lie across a gap.
-    if any(" " in token.content or token.rstrip for token in _added(hub)):
+    added = hub.get_added_tokens_decoder().values()
+    if any(" " in token.content or token.rstrip for token in added):
         return False
     steps = splitter.get("pretokenizers", [splitter])
     kinds = [_splits(step) for step in steps]
     return None not in kinds and "words" in kinds
-
-
-def _added(hub: HubTokenizer) -> list[Any]:
-    return list(hub.get_added_tokens_decoder().values())
 
 
 def _settings(part: Any) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def attention_schedule(
     tokens: int,
     max_q_len: int,
     window: int | None = None,
-    even: bool | None = None,
+    even: bool = False,
 ) -> Any:
     """Returns a schedule of `paged_attention` for a step's rows.
 
@@ -112,8 +112,8 @@ def attention_schedule(
         tokens: T, padding included.
         max_q_len: see `paged_attention`.
         window: see `paged_attention`.
-        even: whether each row's KV may stay whole, because no row has more than `most_skew` times
-            the mean. None if that is unknown.
+        even: whether each row's KV may stay whole if rows fill the card, because no row has more
+            than `most_skew` times the mean.
     """
     return None
 

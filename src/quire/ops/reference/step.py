@@ -185,7 +185,7 @@ def expand_decodes(
     *,
     max_seq_len: int,
     attention: AttentionHeads,
-    even: bool | None = None,
+    even: bool = False,
 ) -> DecodeInputs:
     """Returns the inputs of a step whose rows have one token each, and fills in `logit_rows`.
 

@@ -98,8 +98,8 @@ def measured_on_cpu(dtype: str) -> Ceilings:
 
 
 Products = Literal["plain", "integers", "floats", "rounded", "blocks"]
-"""Uses of weights by products: as they are; widened, from integers or from floats; with inputs in
-as few bits, which have a scale per token, or one per token and group."""
+"""Uses of weights in products: as they are; widened, from integers or from floats; beside inputs in
+as few bits, with a scale per token, or one per token and group."""
 
 
 @dataclass(frozen=True, slots=True)

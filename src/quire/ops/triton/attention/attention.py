@@ -99,13 +99,12 @@ def _tuning() -> AttentionTuning:
 
 def decode_tiles(
     queries: int, d_pad: int, element_size: int, kv_format: KVFormat, rows: int, kv_heads: int,
-    card: DeviceTraits, even: bool | None = None,
+    card: DeviceTraits,
 ) -> Tiles:  # fmt: skip
     """Returns the tiles of short rows.
 
     Args:
         queries: number of (token, head) pairs of the longest short row.
-        even: see `ops.attention_schedule`.
     """
     m = max(16, triton.next_power_of_2(queries))
     if card.capability < (8, 0):
@@ -120,12 +119,12 @@ def decode_tiles(
             three = not kv_format.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
             return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 and three else None)
         return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
-    # With many programs at once, each needs fewer loads in flight. The exception are rows whose
-    # lengths differ, because their last programs run with few others. A little more than one wave
-    # of programs from many rows counts as such.
+    # With many programs at once, each needs fewer loads in flight. The exception is a little more
+    # than one wave of programs from many rows. Their lengths differ, and the last programs then
+    # need many loads in flight.
     programs = rows * kv_heads
     ragged = rows > card.num_sms and programs <= _ONE_WAVE * card.num_sms
-    shallow = programs > _FILLED * card.num_sms and not ragged and even is not False
+    shallow = programs > _FILLED * card.num_sms and not ragged
     return Tiles(m, 64 if d_pad * element_size <= 256 else 32, 4, 2 if shallow else 3)
 
 
@@ -159,7 +158,7 @@ def prefill_tiles(
 
 def short_cuts(
     rows: int, heads: AttentionHeads, max_q_len: int, card: DeviceTraits,
-    tuning: AttentionTuning | None = None, even: bool | None = None,
+    tuning: AttentionTuning | None = None, even: bool = False,
 ) -> Cuts:  # fmt: skip
     """Returns how the KV of short rows is cut.
 
@@ -171,7 +170,7 @@ def short_cuts(
     d_pad = _padded(heads.head_dim, kv_format)
     width = _width(heads.dtype, kv_format, card, tuning)
     tiles = tuning.decode or _short_tiles(
-        group, max_q_len, d_pad, width, kv_format, rows, heads.kv_heads, card, even
+        group, max_q_len, d_pad, width, kv_format, rows, heads.kv_heads, card
     )
     programs = tuning.programs
     if programs is None:
@@ -199,7 +198,7 @@ def attention_schedule(
     tokens: int,
     max_q_len: int,
     window: int | None = None,
-    even: bool | None = None,
+    even: bool = False,
     tuning: AttentionTuning | None = None,
 ) -> Schedule:
     """See `ops.attention_schedule`."""
@@ -236,27 +235,22 @@ def most_skew(seq_lens: Tensor, attention: AttentionHeads) -> float | None:
     """See `ops.most_skew`."""
     card = traits(seq_lens.device)
     programs = len(seq_lens) * attention.kv_heads
-    if _tuning().fixed or programs <= _FILLED * card.num_sms:
-        return None
-    # With several waves of programs, a longer row ends while the later waves still run.
-    return max(_EVEN, programs / (_ONE_WAVE * card.num_sms))
+    depends = _FILLED * card.num_sms < programs <= _CROWDED * card.num_sms
+    return _EVEN if depends and not _tuning().fixed else None
 
 
 def _more_programs(
-    programs: int, kv_format: KVFormat, card: DeviceTraits, even: bool | None = None
+    programs: int, kv_format: KVFormat, card: DeviceTraits, even: bool = False
 ) -> int:
     """Returns the number of programs, beyond one per row, over which short rows' KV is spread."""
     # A program needs as long for an 8-bit tile as for a 16-bit one of twice the bytes.
     each = 2 if kv_format.scales == "none" else 4
     if programs <= _FILLED * card.num_sms:
         return each * card.num_sms
-    if even is False:
-        # Parts have at most the mean length of rows, so long rows end with the others.
-        return programs
     if even or programs > _CROWDED * card.num_sms:
         return 0
-    # Only rows of more than 1.5 times the mean length are cut. Uncut, they would make all others
-    # wait.
+    # If rows fill the card, only rows of more than 1.5 times the mean length are cut. Uncut, they
+    # would make all others wait.
     return min(2 * each * card.num_sms, programs * 2 // 3)
 
 
@@ -276,11 +270,11 @@ def _spread(programs: int, tiles: Tiles, card: DeviceTraits, tuning: AttentionTu
 
 def _short_tiles(
     group: int, max_q_len: int, d_pad: int, width: int, kv_format: KVFormat, rows: int,
-    kv_heads: int, card: DeviceTraits, even: bool | None,
+    kv_heads: int, card: DeviceTraits,
 ) -> Tiles:  # fmt: skip
     fits = max_q_len * group <= _SHORT_TILE
     queries = max_q_len * group if fits else group
-    return decode_tiles(queries, d_pad, width, kv_format, rows, kv_heads, card, even)
+    return decode_tiles(queries, d_pad, width, kv_format, rows, kv_heads, card)
 
 
 def _width(

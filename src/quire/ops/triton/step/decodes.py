@@ -109,7 +109,7 @@ def expand_decodes(
     *,
     max_seq_len: int,
     attention: AttentionHeads,
-    even: bool | None = None,
+    even: bool = False,
 ) -> DecodeInputs:
     """See `ops.expand_decodes`."""
     count, device = len(rows.lanes), rows.device
