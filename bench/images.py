@@ -39,7 +39,7 @@ STREAMS = (1, 16, 64)
 """Streams that ask about images."""
 BESIDE = (2, 8)
 """Streams of the other load beside streams of text."""
-READERS, READ = 16, 800
+READERS, READ = 16, 600
 """Streams of text, and the tokens of each, whose gaps are measured."""
 
 

@@ -42,6 +42,12 @@ class ImageArgs(FeatureArgs):
         "Most positions of images that a step encodes; a step encodes at least one image.",
         limit=COUNT,
     )
+    image_step_ms: float = _image_setting(
+        2.0,
+        "Most milliseconds of encoding in a step in which streams decode; a step encodes at least "
+        "one layer of an image.",
+        limit=POSITIVE,
+    )
 
     def check(self, args: CoreArgs) -> None:
         if self.max_images > MOST_IMAGES:

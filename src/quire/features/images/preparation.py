@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.features.images.processor import ImageGrid, ProcessorSettings
+from quire.models.vision.grids import on_device
 from quire.ops.images import cut_patches, resize_columns, resize_rows
 
 _SUPPORT = 2.0
@@ -33,7 +34,7 @@ def prepare(pixels: Tensor, grid: ImageGrid, settings: ProcessorSettings) -> Ten
         `transformers` have patches: squares of merge x merge patches, row by row.
     """
     resized = resize(pixels, grid.h * settings.patch, grid.w * settings.patch)
-    values = torch.from_numpy(settings.values()).to(pixels.device)
+    values = on_device(settings.values(), pixels.device)
     return cut_patches(
         resized, values, patch=settings.patch, merge=settings.merge, temporal=settings.temporal
     )
@@ -58,7 +59,7 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 
 def _taps(size: int, wanted: int, device: torch.device) -> tuple[Tensor, Tensor]:
     first, weights = bicubic_taps(size, wanted)
-    return torch.from_numpy(first).to(device), torch.from_numpy(weights).to(device)
+    return on_device(first, device), on_device(weights, device)
 
 
 @functools.lru_cache(maxsize=256)
