@@ -40,7 +40,7 @@ def test_graphs_give_what_the_tower_gives(
     for width, height in SIZES:
         pixels = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
         shared, grid = SharedPixels(pixels), processor.size(width, height)
-        shape = (grid.t, grid.h, grid.w, grid.merge)
+        shape = (grid.frames, grid.h, grid.w, grid.merge)
         for first, end in layer_ranges(tower.depth, patch_bucket(grid.patches)):
             encoder.encode(
                 EncodeEntry(row, *shared.place, width, height, *shape, grid.tokens, first, end)

@@ -278,8 +278,8 @@ def test_a_disk_tier(towers: list[PixelTokens], llms: Any, tmp_path: Path) -> No
             r"multi_modal_data.image\[0\].*base64",
         ),
         (
-            {"prompt_token_ids": [TOKEN_ID, 1], "multi_modal_data": {"video": [b"x"]}},
-            "'video' are not supported",
+            {"prompt_token_ids": [TOKEN_ID, 1], "multi_modal_data": {"audio": [b"x"]}},
+            "'audio' are not supported",
         ),
         (with_images(*[picture([1] * 9)] * 3, TEXT), "at most 2 are allowed .--max-images"),
         (with_images(TEXT, picture([1] * 600), TEXT), "640"),

@@ -65,7 +65,7 @@ class Encoder:
 
     def encode(self, entry: EncodeEntry) -> None:
         """Launches layers of an image, behind all steps that are launched already."""
-        grid = ImageGrid(entry.t, entry.h, entry.w, entry.tokens, entry.merge)
+        grid = ImageGrid(entry.frames, entry.h, entry.w, entry.tokens, entry.merge)
         captured = self._captured.get(patch_bucket(grid.patches))
         with self._beside_steps(), self.clock:
             if entry.first == 0:

@@ -30,7 +30,7 @@ class EncodeEntry(NamedTuple):
         descriptor: that process's descriptor.
         width: columns of pixels.
         height: rows of pixels.
-        t: time steps.
+        frames: frames of a patch that differ; they lie one below the other.
         h: rows of patches.
         w: columns of patches.
         merge: side of the square of patches that becomes one token.
@@ -44,7 +44,7 @@ class EncodeEntry(NamedTuple):
     descriptor: int
     width: int
     height: int
-    t: int
+    frames: int
     h: int
     w: int
     merge: int

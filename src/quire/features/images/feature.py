@@ -421,5 +421,5 @@ def _key(item: PlacedImage, request: Request) -> bytes:
 
 
 def _span(item: PlacedImage, row: int) -> Span:
-    t, h, w, merge = item.grid
-    return Span(item.start, item.tokens, ImageGrid(t, h, w, item.tokens, merge).columns, row)
+    frames, h, w, merge = item.grid
+    return Span(item.start, item.tokens, ImageGrid(frames, h, w, item.tokens, merge).columns, row)

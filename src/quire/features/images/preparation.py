@@ -22,10 +22,10 @@ _A = -0.5
 
 
 def prepare(pixels: Tensor, grid: ImageGrid, settings: ProcessorSettings) -> Tensor:
-    """Resizes, normalizes and cuts an image.
+    """Resizes, normalizes and cuts an image, or a group of frames.
 
     Args:
-        pixels: uint8 [height, width, 3], contiguous, on the device.
+        pixels: uint8 [grid.frames * height, width, 3], contiguous, on the device.
         grid: from `ImageProcessor.size`.
         settings: from `ImageProcessor.settings`.
 
@@ -33,11 +33,22 @@ def prepare(pixels: Tensor, grid: ImageGrid, settings: ProcessorSettings) -> Ten
         float32 [grid.patches, 3 * temporal * patch * patch], in the order in which the tower and
         `transformers` have patches: squares of merge x merge patches, row by row.
     """
-    resized = resize(pixels, grid.h * settings.patch, grid.w * settings.patch)
     values = on_device(settings.values(), pixels.device)
-    return cut_patches(
-        resized, values, patch=settings.patch, merge=settings.merge, temporal=settings.temporal
-    )
+    # A patch repeats the frame of an image. Of several frames, each fills its part of a patch.
+    depth = settings.temporal // grid.frames
+    parts = [
+        cut_patches(
+            resize(frame, grid.h * settings.patch, grid.w * settings.patch),
+            values,
+            patch=settings.patch,
+            merge=settings.merge,
+            temporal=depth,
+        )
+        for frame in pixels.chunk(grid.frames)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack([part.view(len(part), 3, -1) for part in parts], dim=2).flatten(1)
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
