@@ -10,8 +10,8 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.features.images import encoder_steps
-from quire.features.images.encoder import Encoder
 from quire.features.images.encoder_steps import EncodeEntry, layer_ranges, patch_bucket
+from quire.features.images.image_encoder import ImageEncoder
 from quire.features.images.preparation import prepare
 from quire.features.images.processor import ImageProcessor
 from quire.features.images.shared_pixels import SharedPixels
@@ -34,7 +34,7 @@ def test_graphs_give_what_the_tower_gives(
     tower = load_tower(tmp_path, config, device=device, dtype=torch.bfloat16)
     processor = ImageProcessor.from_folder(tmp_path, config)
     table = torch.zeros(1000, tower.width, dtype=tower.dtype, device=device)
-    encoder = Encoder(tower, processor.settings, table, serial=False)
+    encoder = ImageEncoder(tower, processor.settings, table, serial=False)
     assert 0 < encoder.capture() < 1
     draw, row, expected = np.random.default_rng(3), 5, []
     for width, height in SIZES:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quire.features.images import encoder, hook, image_reader
+from quire.features.images import hook, image_encoder, image_reader
 from quire.features.images.processor import (
     ImageGrid,
     ImageProcessor,
@@ -86,7 +86,7 @@ def install(patch: pytest.MonkeyPatch) -> list[PixelTokens]:
     processor = PixelProcessor(settings, tower=b"pixels", token_id=TOKEN_ID)
     patch.setattr(tower, "has_tower", lambda config: True)
     patch.setattr(hook, "load_tower", load)
-    patch.setattr(encoder, "prepare", _prepare)
+    patch.setattr(image_encoder, "prepare", _prepare)
     patch.setattr(ImageProcessor, "from_folder", lambda *given: processor)
     patch.setattr(image_reader, "ImageProcessor", ImageProcessor)
     return towers

@@ -12,8 +12,8 @@ import torch
 from quire.config import EngineConfig
 from quire.executor import StepSeconds, WorkerCall
 from quire.features.images.args import ImageArgs
-from quire.features.images.encoder import Encoder
 from quire.features.images.encoder_steps import COLUMN, ENCODE, TABLE, EncodeEntry, TableFacts
+from quire.features.images.image_encoder import ImageEncoder
 from quire.features.images.processor import ImageProcessor
 from quire.layers.batch import ForwardBatch, GivenRows
 from quire.models import Decoder, load_config
@@ -54,7 +54,7 @@ class ImageHook(ProgramHook, HostHook):
         rows = int(self._settings.image_cache_gb * 1e9) // (tower.width * tower.dtype.itemsize)
         # `zeros`, because padding reads the first row.
         self._table = torch.zeros(rows, tower.width, dtype=tower.dtype, device=model.device)
-        self._encoder = Encoder(
+        self._encoder = ImageEncoder(
             tower, self._processor.settings, self._table, serial=args.deterministic
         )
 

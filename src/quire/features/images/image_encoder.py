@@ -36,7 +36,7 @@ _MOST_CAPTURED = 8192
 """Most patches of an image whose parts are captured: an image of 1448 x 1448 with patches of 16."""
 
 
-class Encoder:
+class ImageEncoder:
     """Encodes images into the table of embeddings.
 
     Args:
@@ -140,7 +140,7 @@ class Encoder:
                 run = padded_run(tower, count, states)
                 states = states or run
                 self._captured[count] = CapturedRun(tower, run, pool)
-            return self._captured[patch_bucket(min(PART, most))].seconds()
+            return self._captured[max(size for size in self._captured if size <= PART)].seconds()
 
     def _prepare_one(self) -> None:
         """Compiles the kernels that prepare images."""
