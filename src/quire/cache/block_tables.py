@@ -159,6 +159,13 @@ class BlockTables:
             one = int32([lane]), int32([start]), int32([len(shared)]), shared.copy()
             self._appends.append(one)
 
+    def adopt_tail(self, lane: int, block: int) -> None:
+        """Appends a block to a lane, which becomes its holder in the place of the tree."""
+        end = int(self.end[lane])
+        self.table[lane, end] = block
+        self.end[lane] = end + 1
+        self.booked[lane] = (end + 1) * self.block_size
+
     def copy(self, src: int, dst: int) -> None:
         """Makes the next plan copy a block before its body runs."""
         self._copies.append((src, dst))

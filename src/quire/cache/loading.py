@@ -21,6 +21,8 @@ class LoadingPrefix:
         places: for each KV group, the block table index of the first block to fill.
         blocks: for each KV group, int32 [n], the blocks to fill. A group of recurrent states has
             one block.
+        tail: whether the last block is a partly filled one that the tree gave up.
+        copied: whether the next plan copies the last block, so that its contents come later.
     """
 
     lane: int
@@ -28,6 +30,8 @@ class LoadingPrefix:
     start: int
     places: list[int]
     blocks: list[Int32]
+    tail: bool = False
+    copied: bool = False
 
 
 class PrefixLoader:
@@ -39,6 +43,11 @@ class PrefixLoader:
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
+
+    @property
+    def tails(self) -> bool:
+        """Whether a prefix may end inside a block. A recurrent state belongs to a block's end."""
+        return all(group.grows for group in self._manager.groups)
 
     def block_hash(self, namespace: Namespace, match: Match) -> bytes:
         """Returns the hash of a match's last whole block."""
@@ -89,7 +98,7 @@ class PrefixLoader:
         running request.
 
         Args:
-            tokens: int32 [n], the prefix.
+            tokens: int32 [n], the prefix; in whole blocks unless `tails`.
             known: number of tokens of the request that waits for the prefix.
         """
         manager, length = self._manager, len(tokens)
@@ -138,34 +147,45 @@ class PrefixLoader:
     def hold(self, namespace: Namespace, tokens: Int32) -> LoadingPrefix | None:
         """Holds the blocks that a request would need to resume after a prefix, until `release`.
 
-        The next plan copies a recurrent state.
+        The tree gives up a tail that ends with the prefix. The next plan copies a recurrent state,
+        and a last block that other requests have filled further.
 
         Returns None if the prefix is not cached, or if no slot is available to copy a state to.
 
         Args:
-            tokens: int32 [n], the prefix, in whole blocks.
+            tokens: int32 [n], the prefix; in whole blocks unless `tails`.
         """
         manager, length = self._manager, len(tokens)
-        match = manager.match(namespace, tokens, length, whole_only=True)
+        match = manager.match(namespace, tokens, length, whole_only=not self.tails)
         if not manager.loading_lanes or match.length < length:
             return None
         lane = manager.loading_lanes[-1]
         marks = [group.mark() for group in manager.groups]
+        known, tail = length, match.tail
+        if tail is not None and length - match.whole * manager.block_size == tail.tokens:
+            known = match.whole * manager.block_size
+            match = Match(known, match.whole, match.node, known=match.known)
+        else:
+            tail = None
         admitted = manager.admit(
-            lane, namespace, match, computed=length, chunk_end=length, known=length, spare=0
+            lane, namespace, match, computed=length, chunk_end=known, known=known, spare=0
         )
         if not admitted:
             return None
         for group, mark in zip(manager.groups, marks, strict=True):
             group.forget_appends(mark)
         manager.loading_lanes.pop()
+        if tail is not None:
+            for group, block in zip(manager.groups, manager.tree.take_tail(tail), strict=True):
+                group.adopt_tail(lane, block)
         places = [int(group.start[lane]) for group in manager.groups]
         blocks = [group.held(lane).copy() for group in manager.groups]
-        return LoadingPrefix(lane, tokens, length, places, blocks)
+        copied = match.source is not None
+        return LoadingPrefix(lane, tokens, length, places, blocks, tail is not None, copied)
 
     def release(self, held: LoadingPrefix) -> None:
-        """Releases the blocks of `hold`."""
-        self._manager.release(held.lane)
+        """Releases the blocks of `hold`. The tree gets its tail back."""
+        self._manager.release(held.lane, held.tokens if held.tail else None, len(held.tokens))
         self._manager.loading_lanes.append(held.lane)
 
     def end(self, loading: LoadingPrefix, good: bool) -> None:

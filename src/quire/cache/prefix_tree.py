@@ -496,11 +496,16 @@ class PrefixTree:
         """Removes a child of `parent` that is a tail and a prefix of `key`, if there is one."""
         before = None if parent.order is None else parent.order.around(key)[0]
         if before is not None and key.startswith(before):
-            tail = parent.children[before]
-            self._remove(tail)
-            self._count_out(tail, 1)
-            self._dropped_tails.append(tail.at(0))
-            self._forget_sparse(tail.trim(1, self._stride))
+            self._dropped_tails.append(self.take_tail(parent.children[before]))
+
+    def take_tail(self, tail: Node) -> list[int]:
+        """Removes a tail from the tree. Returns its block per group, which the caller now holds in
+        the tree's place."""
+        self._remove(tail)
+        self._count_out(tail, 1)
+        blocks = tail.at(0)
+        self._forget_sparse(tail.trim(1, self._stride))
+        return blocks
 
     def _count_out(self, node: Node, count: int) -> None:
         """Counts blocks that leave a node without users."""

@@ -40,7 +40,7 @@ class Export:
     """A grant, and its progress.
 
     The prompt:
-        tokens: int32 [whole blocks].
+        tokens: int32 [n].
         request: the grant's request; None until the scheduler admits it.
         finished: the request has ended.
         computed: seconds from the grant until the request's end.

@@ -136,6 +136,11 @@ class Exports:
     def __len__(self) -> int:
         return len(self._by_name)
 
+    @property
+    def tails(self) -> bool:
+        """Whether prompts may end inside a block."""
+        return self._loader.tails
+
     # -- grants --------------------------------------------------------------------------------
 
     def grant(
@@ -144,7 +149,7 @@ class Exports:
         """Grants a reader the KV of a prompt. The caller adds a request with the grant's name.
 
         Args:
-            tokens: the prompt's tokens, int32 [whole blocks].
+            tokens: the prompt's tokens, int32 [n]; in whole blocks unless `tails`.
             first: number of leading blocks that the reader has.
             reader: engine that may use the grant.
             layers: whether the reader can wait for each layer.
@@ -203,7 +208,7 @@ class Exports:
             outcome = "overloaded" if computed else "aborted"
             self._refuse(export, (503, "the prompt's blocks could not be kept"), outcome)
             return
-        export.settled = all(group.grows for group in self._blocks.groups)
+        export.settled = self._loader.tails and not export.held.copied
         self._keep_sent(export)
         self._offer(export)
         self._end_if_sent(export)
@@ -347,7 +352,8 @@ class Exports:
         return [*again, *((g, at, end) for g, at, end in rest if at < end)]
 
     def _filled(self, export: Export) -> int:
-        """Counts the whole blocks of a running request that launched steps have filled."""
+        """Counts the blocks of a running request that launched steps have filled, with the partly
+        filled one at the prompt's end."""
         request, (turn, done) = export.request, export.done
         if (
             not self._chunks
@@ -356,7 +362,9 @@ class Exports:
             or turn != request.num_preemptions
         ):
             return 0
-        return min(done, len(export.tokens)) // self._blocks.block_size
+        if done >= len(export.tokens):
+            return self._blocks.groups[0].blocks(len(export.tokens))
+        return done // self._blocks.block_size
 
     def _ranges(self, held: LoadingPrefix) -> list[tuple[int, int]]:
         """Returns the table entries of each group that a reader needs."""
@@ -425,14 +433,15 @@ class Exports:
         reader waits for each layer.
         """
         link: ReaderLink | LayerBatches[ReaderLink] | None = export.layers
-        unsent = self._unsent(export)
-        if export.held is not None:
+        unsent, held = self._unsent(export), export.held
+        readable = [each and not (held and held.copied) for each in self._readable]
+        if held is not None:
             link = export.link
-            unsent = [each for each in unsent if self._readable[each[0]]]
+            unsent = [each for each in unsent if readable[each[0]]]
         if link is None or export.closed:
             return
-        if export.held is not None:
-            export.again = [each for each in export.again if not self._readable[each[0]]]
+        if held is not None:
+            export.again = [each for each in export.again if not readable[each[0]]]
         for g, first, end in unsent:
             export.sent_to[g] = max(export.sent_to[g], end)
             while first < end and (in_flight := self._batch(export, g, first, end)):

@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.plan import KVGroup
 from quire.version import __version__
 
-PROTOCOL = 7
+PROTOCOL = 8
 """The version of the messages between engines."""
 
 

@@ -327,8 +327,16 @@ class DisaggLoop(LoopFeature):
         if asked.epoch != self._own_exports.epoch:
             raise PeerMismatchError("this engine was started again: shake hands first")
         size = self._config.block_size
-        if len(asked.tokens) % size or not 0 <= asked.first * size <= len(asked.tokens):
-            raise RequestError(f"a prompt must be whole blocks of {size} tokens", "tokens")
+        if len(asked.tokens) % size and not self._own_exports.tails:
+            raise RequestError(
+                f"the model has recurrent states: a prompt must be whole blocks of {size} tokens",
+                "tokens",
+            )
+        if not 0 <= asked.first * size <= len(asked.tokens):
+            raise RequestError(
+                f"first: {asked.first} blocks of {size} tokens are more than the prompt has",
+                "first",
+            )
         if not asked.tokens or not 0 <= min(asked.tokens) <= max(asked.tokens) < (
             self._config.vocab_size
         ):

@@ -81,7 +81,7 @@ class PromptRequest(msgspec.Struct, frozen=True):
     """Asks for the KV of a prompt; the body of `POST /kv/prefill`.
 
     Attributes:
-        tokens: The prompt's tokens, in whole blocks.
+        tokens: The prompt's tokens; in whole blocks for models with recurrent states.
         first: Number of leading blocks that the reader has.
         reader: Identifies the asking engine until it ends.
         epoch: Identifies the answering engine, as in its handshake.

@@ -67,7 +67,7 @@ class PullOrder:
 
     Attributes:
         name: The request's name in the log.
-        tokens: int32 [whole blocks].
+        tokens: int32 [n]; in whole blocks for models with recurrent states.
         first: Number of leading blocks that this engine has.
         salt: The request's `cache_salt`.
         weights: Id of this engine's weights.
@@ -238,17 +238,18 @@ class Fetches:
         if name in self._by_request:
             return self._by_request[name] is not None
         size = self._blocks.block_size
-        whole = limit // size * size
+        length = limit if self._loader.tails else limit // size * size
         peer, traceparent = self._chosen.get(name.rpartition("/")[0], (None, ""))
         least = self._least if peer is None else size
-        if whole < least or peer == "" or request.lora_id or request.num_preemptions:
+        if length < least or peer == "" or request.lora_id or request.num_preemptions:
             return False
         if request.prompt is not None:
             return False  # Tokens alone do not tell a peer what the prompt stands for.
-        match = self._blocks.match(request.namespace, tokens, whole, whole_only=True)
-        if whole - match.length < least or not self._puller.up:
+        cached = self._blocks.match(request.namespace, tokens, length).length
+        if length - cached < least or not self._puller.up:
             return False
-        prefix = tokens[:whole].copy()
+        match = self._blocks.match(request.namespace, tokens, length, whole_only=True)
+        prefix = tokens[:length].copy()
         loading = self._loader.begin(request.namespace, match, prefix, request.known)
         if loading is None:
             return False  # The request has no room to start either, so this is called again.
