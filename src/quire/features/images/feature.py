@@ -87,7 +87,7 @@ class _Images:
                 yield image
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Encoding:
     """An image in the encoder's queue.
 
