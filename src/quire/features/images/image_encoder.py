@@ -136,7 +136,7 @@ class ImageEncoder:
         states: TowerRun | None = None
         with self._beside_steps():
             self._prepare_one()
-            for count in reversed(patch_buckets(most)):
+            for count in reversed(patch_buckets(patch_bucket(most))):
                 run = padded_run(tower, count, states)
                 states = states or run
                 self._captured[count] = CapturedRun(tower, run, pool)
