@@ -63,7 +63,7 @@ def fill(run: TowerRun, patches: Tensor, inputs: TowerInputs) -> None:
 
 
 def _fill_segments(own: Segments, given: Segments) -> None:
-    """Writes segments. Those behind the last are empty."""
+    """Writes segments, and makes all others empty."""
     count = len(given.starts)
     own.starts[:count].copy_(given.starts)
     own.starts[count:] = given.starts[-1]
