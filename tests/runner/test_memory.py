@@ -14,8 +14,9 @@ from quire.errors import ConfigError
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
 from quire.plan import KVGroup
-from quire.runner import memory
+from quire.runner import loaded_model, memory
 from quire.runner.kv_cache import KVCache
+from quire.runner.loaded_model import LoadedModel
 
 MEMINFO = "MemTotal: 9000 kB\nMemFree: {free} kB\nMemAvailable: {available} kB\n"
 
@@ -28,6 +29,25 @@ def test_the_cpu_budget_does_not_depend_on_the_page_cache(
     monkeypatch.setattr(memory, "open", lambda path: io.StringIO(text), raising=False)
     config: Any = SimpleNamespace(args=SimpleNamespace(kv_cache_gb=None))
     assert memory.cpu_budget(config) == 8_000_000 * 1024 // 4
+
+
+@pytest.mark.parametrize(("given", "left"), [(2.0, 2_000_000_000), (None, 6_000_000_000)])
+def test_hooks_take_nothing_from_a_cache_of_a_given_size(
+    given: float | None, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded_model, "activation_bytes", lambda *known: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * memory.GB, 10 * memory.GB))
+    args = SimpleNamespace(kv_cache_gb=given, gpu_memory_utilization=1.0)
+    loaded: Any = SimpleNamespace(
+        config=SimpleNamespace(args=args),
+        device=torch.device("cuda"),
+        model=None,
+        groups=(),
+        _hooks=[SimpleNamespace(reserved_bytes=lambda groups, budget: 3 * memory.GB)],
+    )
+    assert LoadedModel._cache_budget(loaded) == left
 
 
 def test_a_cache_that_no_machine_has_room_for_is_a_typed_error() -> None:

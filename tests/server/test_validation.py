@@ -111,8 +111,8 @@ def test_bad_messages(messages: Any, param: str, code: str) -> None:
     assert_error(post("/v1/chat/completions", {"messages": messages}, client), 400, param, code)
 
 
-@pytest.mark.parametrize("kind", ["video_url", "input_audio", "audio_url", "file"])
-def test_only_text_and_images(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["video", "input_audio", "audio_url", "file"])
+def test_only_text_images_and_videos(kind: str) -> None:
     body = {"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": "x"}}]}]}
     response = post("/v1/chat/completions", body, FakeClient(tokenizer=PlainTokenizer()))
     assert response.status_code == 400

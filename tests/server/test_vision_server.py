@@ -177,6 +177,35 @@ def test_streams_and_many_at_once(server: Server) -> None:
     assert server.metric("quire_image_pixel_bytes") == 0
 
 
+def test_videos(server: Server) -> None:
+    frames = [png(seed) for seed in range(5)]
+    video = f"data:video/jpeg;base64,{','.join(map(text64, frames))}"
+    parts: list[Any] = [
+        {"type": "video_url", "video_url": {"url": video}},
+        {"type": "image_url", "image_url": {"url": uri(frames[0])}},
+        {"type": "text", "text": "what happens"},
+    ]
+    body = chat_body("")
+    body["messages"][0]["content"] = parts
+    first = post(server, "/v1/chat/completions", body).json()
+    assert first["choices"][0]["message"]["content"]
+    counted = {"model": MODEL, "messages": body["messages"]}
+    assert post(server, "/tokenize", counted).json()["count"] == first["usage"]["prompt_tokens"]
+    again = post(server, "/v1/chat/completions", body).json()
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > first["usage"]["prompt_tokens"] - 32
+    assert server.metric("quire_image_pixel_bytes") == 0
+    for data in (b"\0\0\0\x18ftypisom" + bytes(64), b"no video", frames[0]):
+        parts[0]["video_url"]["url"] = f"data:video/mp4;base64,{text64(data)}"
+        refused = post(server, "/v1/chat/completions", body)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert (error["param"], error["code"]) == ("messages[0].content[0]", "invalid_image")
+    parts[0]["video_url"]["url"] = "https://example.com/clip.mp4"
+    refused = post(server, "/v1/chat/completions", body)
+    assert "--allow-image-hosts" in refused.json()["error"]["message"]
+
+
 def open_pixels(server: Server) -> int:
     """Counts descriptors of pixels in the server's processes."""
     count = 0

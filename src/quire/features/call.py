@@ -136,7 +136,7 @@ class PromptPart:
     """A part of a prompt that is no text.
 
     Attributes:
-        kind: what it is: "image".
+        kind: what it is: "image" or "video".
         source: its bytes, a URL, or an object of the caller's.
         param: the request's field that has it, for errors.
         detail: how much of it the model should see.

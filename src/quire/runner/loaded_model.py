@@ -139,4 +139,6 @@ class LoadedModel:
             return cpu_budget(self.config)
         reserve = activation_bytes(self.config, self.model)
         budget = cuda_budget(self.config, self.device, reserve)
+        if self.config.args.kv_cache_gb is not None:
+            return budget  # The setting is for the cache alone; hooks take their memory besides.
         return budget - sum(hook.reserved_bytes(self.groups, budget) for hook in self._hooks)

@@ -97,12 +97,14 @@ PROCESSOR = {
     "image_mean": [0.5, 0.4, 0.3],
     "image_std": [0.5, 0.25, 0.3],
 }
+VIDEO_PROCESSOR = {"size": {"shortest_edge": 16 * 16 * 4, "longest_edge": 40 * 40 * 4}}
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>"
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}"
     "{% if part.type == 'image' or 'image' in part or 'image_url' in part %}"
     "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif 'text' in part %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -127,6 +129,8 @@ def save_checkpoint(case: str, folder: Path) -> Any:
     model = vision_model(case)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), "utf-8")
+    videos = json.dumps(VIDEO_PROCESSOR)
+    (folder / "video_preprocessor_config.json").write_text(videos, "utf-8")
     tokenizer = save_tokenizer(folder, CHARACTERS)
     assert tokenizer.get_vocab_size() <= min(SPECIAL)
     raw = json.loads((folder / "tokenizer.json").read_text("utf-8"))

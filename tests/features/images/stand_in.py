@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quire.features.images import hook, image_reader
+from quire.features.images import hook, image_encoder, image_reader
 from quire.features.images.processor import (
     ImageGrid,
     ImageProcessor,
@@ -32,16 +33,25 @@ class PixelTokens:
     """A tower whose patches are token ids."""
 
     levels = 0
+    depth = 3
     dtype = torch.float32
 
     def __init__(self, folder: Path) -> None:
         self._embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
         self.width = self._embeddings.shape[1]
         self.encoded: list[int] = []
+        self.parts: list[tuple[int, int]] = []
 
-    def encode(self, patches: Sequence[Tensor], grids: Sequence[ImageGrid]) -> list[Tensor]:
+    def open(self, patches: Tensor, grids: Sequence[ImageGrid]) -> SimpleNamespace:
         self.encoded += [grid.tokens for grid in grids]
-        return [self._embeddings[each.long()].float() for each in patches]
+        return SimpleNamespace(patches=patches, layer=0)
+
+    def run_layers(self, run: SimpleNamespace, first: int, end: int) -> None:
+        assert run.layer == first
+        run.layer = end
+        self.parts.append((first, end))
+        if end == self.depth:
+            run.outputs = self._embeddings[run.patches.long()].float()
 
     def workspace_bytes(self, patches: int) -> int:
         return 0
@@ -76,7 +86,7 @@ def install(patch: pytest.MonkeyPatch) -> list[PixelTokens]:
     processor = PixelProcessor(settings, tower=b"pixels", token_id=TOKEN_ID)
     patch.setattr(tower, "has_tower", lambda config: True)
     patch.setattr(hook, "load_tower", load)
-    patch.setattr(hook, "prepare", _prepare)
+    patch.setattr(image_encoder, "prepare", _prepare)
     patch.setattr(ImageProcessor, "from_folder", lambda *given: processor)
     patch.setattr(image_reader, "ImageProcessor", ImageProcessor)
     return towers

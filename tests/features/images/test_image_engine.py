@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 import quire
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
+from quire.features.images import encoder_steps
 from quire.features.images.placement import image_ids
 from quire.features.lora import LoRARequest
 from tests.features.images.stand_in import TOKEN_ID, PixelTokens, install, picture
@@ -75,6 +77,52 @@ def test_an_image_gives_what_its_tokens_give(towers: list[PixelTokens], llms: An
     assert out(llm, prompts) == expected
     assert towers[0].encoded == [24, 30]  # the prefix cache has all of them
     assert llm.stats().images.images == 6
+
+
+def test_streams_decode_while_images_are_encoded(
+    towers: list[PixelTokens], llms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a stream, a step computes one layer of an image, and several steps an image."""
+    monkeypatch.setattr(encoder_steps, "PART", 64)
+    first, second = tokens(1, 24), tokens(2, 30)
+    prompts = [
+        TEXT,
+        with_images(TEXT[:3], picture(first), [7], picture(second), TEXT[:4]),
+        with_images(TEXT[:5], picture(second), [8]),
+    ]
+    texts = [TEXT, TEXT[:3] + first + [7] + second + TEXT[:4], TEXT[:5] + second + [8]]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    expected = out(llms(enable_prefix_caching=False), texts, params)
+    # The first step has room for the first prompt alone.
+    llm = llms(max_num_batched_tokens=len(TEXT))
+    assert out(llm, prompts, params) == expected
+    assert towers[1].encoded == [24, 30]
+    assert towers[1].parts == [(0, 1), (1, 2), (2, 3)] * 2
+    # Without streams, the step that needs an image encodes the whole image.
+    third = tokens(3, 40)
+    out(llm, with_images(TEXT, picture(third), [9]))
+    assert towers[1].parts[-1] == (0, 3)
+
+
+def test_an_image_whose_request_ends_early(
+    towers: list[PixelTokens], llms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for the rest of an image that nobody needs, and its pixels are freed."""
+    monkeypatch.setattr(encoder_steps, "PART", 64)
+    llm = llms(max_num_batched_tokens=len(TEXT))
+    core = llm._core
+    opened = len(os.listdir("/proc/self/fd"))
+    prompts = [TEXT, with_images(TEXT[:3], picture(tokens(1, 24)), [7])]
+    jobs = [llm._job(prompt, GREEDY) for prompt in prompts]
+    llm._start(jobs, [0, 0], [{}, {}])
+    while not towers[0].parts:
+        core.step()
+    core.abort(jobs[1].output.request_id)
+    del jobs, prompts
+    while core.has_work():
+        core.step()
+    assert towers[0].parts == [(0, 1)]
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_a_prompt_in_small_chunks(towers: list[PixelTokens], llms: Any) -> None:
@@ -230,8 +278,8 @@ def test_a_disk_tier(towers: list[PixelTokens], llms: Any, tmp_path: Path) -> No
             r"multi_modal_data.image\[0\].*base64",
         ),
         (
-            {"prompt_token_ids": [TOKEN_ID, 1], "multi_modal_data": {"video": [b"x"]}},
-            "'video' are not supported",
+            {"prompt_token_ids": [TOKEN_ID, 1], "multi_modal_data": {"audio": [b"x"]}},
+            "'audio' are not supported",
         ),
         (with_images(*[picture([1] * 9)] * 3, TEXT), "at most 2 are allowed .--max-images"),
         (with_images(TEXT, picture([1] * 600), TEXT), "640"),

@@ -68,7 +68,7 @@ def test_patches_equal_those_of_transformers(sizes: tuple[int, int, int]) -> Non
         grid = processor.size(width, height)
         found = prepare(torch.from_numpy(pixels), grid, settings)
         expected = oracle(images=[Image.fromarray(pixels)], return_tensors="pt")
-        assert expected["image_grid_thw"].tolist() == [[grid.t, grid.h, grid.w]]
+        assert expected["image_grid_thw"].tolist() == [[1, grid.h, grid.w]]
         assert grid.tokens == grid.patches // merge**2
         assert torch.equal(found, expected["pixel_values"])
 

@@ -203,8 +203,8 @@ def test_conversations(checkpoints: Any, llms: Any) -> None:
     asked = {"prompt_token_ids": ids, "multi_modal_data": {"image": SMALL}}
     texts += out(llm, asked)
     assert texts == [texts[0]] * 3
-    with pytest.raises(RequestError, match=r"messages\[0\].content\[0\].*'video'"):
-        llm.chat([{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}])
+    with pytest.raises(RequestError, match=r"messages\[0\].content\[0\].*'audio'"):
+        llm.chat([{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "x"}}]}])
 
 
 @pytest.mark.parametrize("case", FAMILIES)

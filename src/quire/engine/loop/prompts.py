@@ -17,7 +17,7 @@ from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. A dict for `LLM.generate` may
-have "multi_modal_data" too: {"image": one image or a list of them}."""
+have "multi_modal_data" too: {"image": one image or a list of them, "video": the same}."""
 
 _PARTS = "multi_modal_data"
 
@@ -85,14 +85,30 @@ def prompt_parts(prompt: Prompt) -> list[PromptPart]:
         )
     parts = []
     for kind, sources in given.items():
-        many = sources if isinstance(sources, list | tuple) else [sources]
-        for place, source in enumerate(many):
+        for place, source in enumerate(_sources(kind, sources)):
             name = f"{_PARTS}.{kind}[{place}]"
             # `take_parts` has named the places of a conversation.
             parts.append(
                 source if isinstance(source, PromptPart) else PromptPart(str(kind), source, name)
             )
     return parts
+
+
+def _sources(kind: object, given: Any) -> Sequence[Any]:
+    """Returns the parts of one kind. A list of frames is one video, and so is a pair of frames and
+    their metadata."""
+    if not isinstance(given, list | tuple):
+        return [given]
+    if kind == "video":
+        pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
+        if pair or (given and all(map(_is_frame, given))):
+            return [given]
+    return given
+
+
+def _is_frame(source: Any) -> bool:
+    """Whether an object is a Pillow image or an array [height, width, 3]."""
+    return hasattr(source, "getbands") or getattr(source, "ndim", 0) == 3
 
 
 def place_parts(

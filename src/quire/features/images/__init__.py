@@ -1,12 +1,13 @@
-"""Images in prompts: decoding, preprocessing, and their places in steps.
+"""Images and videos in prompts: decoding, preprocessing, and their places in steps.
 
 - `image_reader.py` turns the images of a request into pixels in shared memory, in API processes.
-- `image_sources.py` reads data URIs and files, `download.py` reads URLs.
+- `image_sources.py` reads data URIs and files. `download.py` reads URLs.
 - `processor.py` decodes an image, and says how many positions it takes.
+- `videos.py` and `video_frames.py` turn a video into groups of frames.
 - `placement.py` makes room for images among a prompt's tokens.
-- `feature.py` decides which step encodes an image, and where its embeddings lie.
-- `hook.py` encodes images, and brings their embeddings into steps.
-- `preparation.py` computes patches of pixels on the device.
+- `feature.py` decides which step encodes which part of an image.
+- `hook.py` brings embeddings into steps.
+- `image_encoder.py` runs the tower, and `preparation.py` computes its patches.
 """
 
 from quire.features.spec import FeatureSpec

@@ -26,6 +26,16 @@ class ImageArgs(FeatureArgs):
     max_image_pixels: int = _image_setting(
         64 << 20, "Most pixels of an image, width times height.", limit=COUNT
     )
+    max_videos: int = _image_setting(4, "Most videos of a request.", limit=COUNT)
+    max_video_frames: int = _image_setting(
+        64,
+        "Most frames of a video that the model sees; two count as one image.",
+        limit=COUNT,
+    )
+    max_video_bytes: int = _image_setting(64 << 20, "Most bytes of a video's file.", limit=COUNT)
+    max_video_pixels: int = _image_setting(
+        256 << 20, "Most pixels of all frames of a video that the model sees.", limit=COUNT
+    )
     allow_image_hosts: tuple[str, ...] = _image_setting(
         (),
         "Host whose images requests may name by URL (may be repeated); *.example.com allows all "
@@ -41,6 +51,12 @@ class ImageArgs(FeatureArgs):
         2048,
         "Most positions of images that a step encodes; a step encodes at least one image.",
         limit=COUNT,
+    )
+    image_step_ms: float = _image_setting(
+        2.0,
+        "Most milliseconds of encoding in a step in which streams decode; a step encodes at least "
+        "one layer of an image.",
+        limit=POSITIVE,
     )
 
     def check(self, args: CoreArgs) -> None:

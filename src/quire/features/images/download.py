@@ -26,7 +26,13 @@ Address = tuple[socket.AddressFamily, str]
 
 
 def fetch(
-    url: str, hosts: Sequence[str], *, most: int, seconds: float, param: str
+    url: str,
+    hosts: Sequence[str],
+    *,
+    most: int,
+    seconds: float,
+    param: str,
+    flag: str = "--max-image-bytes",
 ) -> tuple[bytes, str | None]:
     """Returns the bytes of an image at a URL, and the type that the host declares.
 
@@ -35,6 +41,7 @@ def fetch(
         most: most bytes.
         seconds: most seconds of the whole download.
         param: the request's field, for errors.
+        flag: sets `most`.
 
     Raises:
         RequestError: the host is not allowed or has a private address, or the download fails.
@@ -46,7 +53,7 @@ def fetch(
             raise refused(param, f"{first!r} redirects to another host.")
         first = parts.hostname or ""
         try:
-            found, data = _get(parts, most, deadline, param)
+            found, data = _get(parts, most, deadline, param, flag)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             if time.monotonic() >= deadline:
                 raise refused(
@@ -95,7 +102,7 @@ def _matches(host: str, allowed: str) -> bool:
 
 
 def _get(
-    parts: SplitResult, most: int, deadline: float, param: str
+    parts: SplitResult, most: int, deadline: float, param: str, flag: str
 ) -> tuple[http.client.HTTPResponse, bytes]:
     """Sends one GET. Returns the answer, and its body if its status is 200."""
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -111,19 +118,26 @@ def _get(
             name = host if parts.port is None else f"{host}:{port}"
             link.settimeout(_left(deadline))
             link.sendall(
-                f"GET {path} HTTP/1.1\r\nHost: {name}\r\nAccept: image/*\r\n"
+                f"GET {path} HTTP/1.1\r\nHost: {name}\r\nAccept: image/*, video/*\r\n"
                 "Accept-Encoding: identity\r\nConnection: close\r\n\r\n".encode()
             )
             found = http.client.HTTPResponse(link, method="GET")
             found.begin()
-            return found, _body(found, link, most, deadline, param) if found.status == 200 else b""
+            if found.status != 200:
+                return found, b""
+            return found, _body(found, link, most, deadline, param, flag)
 
 
 def _body(
-    found: http.client.HTTPResponse, link: socket.socket, most: int, deadline: float, param: str
+    found: http.client.HTTPResponse,
+    link: socket.socket,
+    most: int,
+    deadline: float,
+    param: str,
+    flag: str,
 ) -> bytes:
     if (found.length or 0) > most:
-        raise too_large(found.length or 0, most, param)
+        raise too_large(found.length or 0, most, param, flag)
     data = bytearray()
     while True:
         link.settimeout(_left(deadline))
@@ -132,7 +146,7 @@ def _body(
             return bytes(data)
         data += piece
         if len(data) > most:
-            raise too_large(len(data), most, param)
+            raise too_large(len(data), most, param, flag)
 
 
 def _left(deadline: float) -> float:

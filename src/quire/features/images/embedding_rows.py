@@ -17,6 +17,7 @@ class ImageRows:
         first: its first row.
         count: number of its rows, which lie one after the other.
         encoded: whether a plan has filled the rows.
+        dropped: whether the rows are no longer the image's.
         users: the requests whose next steps read the rows, by id.
     """
 
@@ -24,6 +25,7 @@ class ImageRows:
     first: int
     count: int
     encoded: bool = False
+    dropped: bool = False
     users: dict[str, Request] = field(default_factory=dict)
 
     def needed(self, request: Request) -> bool:
@@ -73,6 +75,7 @@ class EmbeddingRows:
         return booked
 
     def drop(self, image: ImageRows) -> None:
+        image.dropped = True
         del self._images[image.key]
         self.used -= image.count
 

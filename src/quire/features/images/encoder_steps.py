@@ -30,11 +30,13 @@ class EncodeEntry(NamedTuple):
         descriptor: that process's descriptor.
         width: columns of pixels.
         height: rows of pixels.
-        t: time steps.
+        frames: frames of a patch that differ; they lie one below the other.
         h: rows of patches.
         w: columns of patches.
         merge: side of the square of patches that becomes one token.
         tokens: number of embeddings.
+        first: the first layer of the tower that the step computes.
+        end: the layer after the last.
     """
 
     row: int
@@ -42,11 +44,13 @@ class EncodeEntry(NamedTuple):
     descriptor: int
     width: int
     height: int
-    t: int
+    frames: int
     h: int
     w: int
     merge: int
     tokens: int
+    first: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,50 @@ class TableFacts:
         rows: number of its rows.
         row_bytes: bytes of a row.
         seconds: returns the device's time for encoding images since the start.
+        layers: number of the tower's layers.
+        parts_a_step: most parts of `PART` patches in a step in which streams decode.
     """
 
     rows: int
     row_bytes: int
     seconds: Callable[[], float]
+    layers: int
+    parts_a_step: int
 
 
 TABLE: WorkerCall[None, TableFacts] = WorkerCall("images.table")
 """Returns the facts of the first rank's table."""
+
+
+PART = 4096
+"""Patches times layers of a part of an image, unless one layer has more."""
+_FINEST = 64
+_PER_DOUBLING = 4
+"""Buckets between a number of patches and its double."""
+
+
+def patch_bucket(patches: int) -> int:
+    """Returns the number of patches that an image is padded to."""
+    size = _FINEST
+    while 2 * size < patches:
+        size *= 2
+    step = max(_FINEST, size // _PER_DOUBLING)
+    return -(-patches // step) * step
+
+
+def patch_buckets(most: int) -> list[int]:
+    """Returns all buckets of up to `most` patches, in order."""
+    found = [patch_bucket(1)]
+    while (size := patch_bucket(found[-1] + 1)) <= most:
+        found.append(size)
+    return found
+
+
+def layer_ranges(layers: int, patches: int) -> list[tuple[int, int]]:
+    """Returns the parts of an image: the first layer of each, and the layer after its last.
+
+    Args:
+        patches: patches of the image's bucket.
+    """
+    count = max(1, PART // patches)
+    return [(first, min(first + count, layers)) for first in range(0, layers, count)]

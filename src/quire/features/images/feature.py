@@ -1,8 +1,10 @@
 """The scheduler's part of images: which step encodes an image, and where its embeddings lie.
 
-An image is encoded in the first step that computes one of its positions. So an image that the
-prefix cache has costs nothing. `prompt_end` books the rows of the image's embeddings, or ends the
-step's part of the prompt before the image. `plan` tells the ranks which images to encode.
+An image is encoded when a step could compute one of its positions. So an image that the prefix
+cache has costs nothing. `prompt_end` books the rows of the image's embeddings and puts the image
+into a queue. It ends the step's part of the prompt before the image, unless the step encodes the
+image. `plan` tells the ranks which layers of the queue's images to compute: all of them, or a few
+parts in a step in which streams decode.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from quire.executor import Capacity, Executor
 from quire.features.call import RequestField
 from quire.features.images.args import ImageArgs
 from quire.features.images.embedding_rows import EmbeddingRows, ImageRows
-from quire.features.images.encoder_steps import COLUMN, ENCODE, TABLE, EncodeEntry, Span, TableFacts
+from quire.features.images.encoder_steps import (
+    COLUMN,
+    ENCODE,
+    PART,
+    TABLE,
+    EncodeEntry,
+    Span,
+    TableFacts,
+    layer_ranges,
+    patch_bucket,
+)
 from quire.features.images.fields import ITEMS, PlacedImage
 from quire.features.images.processor import ImageGrid
 from quire.features.images.shared_pixels import open_pixels
@@ -32,6 +44,7 @@ from quire.plan import RowFlag
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
+_NO_LIMIT = 2**31
 _SHARED_FROM = 5
 """Positions from which an image's ids have as many bits as a hash needs. The KV of smaller images
 is not shared."""
@@ -74,6 +87,29 @@ class _Images:
                 yield image
 
 
+@dataclass(slots=True, eq=False)
+class _Encoding:
+    """An image in the encoder's queue.
+
+    Attributes:
+        rows: where its embeddings go.
+        item: as a request carries it.
+        fd: a descriptor of its pixels, which is not the request's.
+        parts: the parts that are left, each the first layer and the layer after the last.
+        weight: the work of a part, in parts of `PART` patches.
+    """
+
+    rows: ImageRows
+    item: PlacedImage
+    fd: int
+    parts: list[tuple[int, int]]
+    weight: int
+
+    def share(self, room: int) -> int:
+        """Returns how many parts a step computes that has room for parts of `PART` patches."""
+        return min(len(self.parts), max(1, room // self.weight)) if room > 0 else 0
+
+
 class ImageFeature(Feature, LoopFeature):
     """Knows the images of all requests. Belongs to the engine's thread, like the scheduler."""
 
@@ -82,13 +118,17 @@ class ImageFeature(Feature, LoopFeature):
         self._most = settings.max_images
         self._whole = not config.scheduler.enable_chunked_prefill
         # Without chunked prefill a prompt is computed whole, however many images it has.
-        self._budget = 2**31 if self._whole else settings.image_step_tokens
+        self._budget = _NO_LIMIT if self._whole else settings.image_step_tokens
         self._requests: dict[str, _Images] = {}
         """By the name that a request's completions share."""
         self._spans: list[list[Span]] = [[] for _ in range(config.scheduler.max_num_seqs)]
         """By lane, its images as the device knows them."""
-        self._booked = 0
-        """Positions of images that were booked for the next step."""
+        self._queue: deque[_Encoding] = deque()
+        """The images to encode. One after the other, because the encoder has room for one."""
+        self._room: int | None = None
+        """Most parts that the next step encodes; None until something must know."""
+        self._live: dict[str, Request] = {}
+        """All requests that have not ended, with and without images."""
         self._planned = self._collected = 0
         self._closing: deque[tuple[int, int]] = deque()
         """Descriptors to close, each with the number of steps that may read it."""
@@ -131,6 +171,7 @@ class ImageFeature(Feature, LoopFeature):
             )
 
     def admit(self, request: Request) -> RequestError | None:
+        self._live[request.request_id] = request
         if request.prompt is not None:
             name = request.request_id.rpartition("/")[0]
             self._requests.setdefault(name, _Images()).open.add(request.request_id)
@@ -162,6 +203,7 @@ class ImageFeature(Feature, LoopFeature):
         return False
 
     def finish(self, request: Request) -> None:
+        self._live.pop(request.request_id, None)
         found = self._images(request)
         if found is None:
             return
@@ -184,23 +226,60 @@ class ImageFeature(Feature, LoopFeature):
     def prompt_end(self, request: Request, start: int, end: int) -> int:
         found = self._images(request)
         for image in () if found is None else found.between(start, end):
-            if not self._book(image.item, request):
+            if not self._book(image.item, image.fd, request):
                 return max(start, image.item.start)
         return end
 
-    def _book(self, item: PlacedImage, request: Request) -> bool:
-        """Books rows for an image, or returns False: there are too few, or the next step encodes
-        enough images."""
+    def _book(self, item: PlacedImage, fd: int, request: Request) -> bool:
+        """Books rows for an image. Returns whether the next step may read them."""
         rows = self._rows.find(_key(item, request))
         if rows is None:
-            if self._booked and self._booked + item.tokens > self._budget:
+            queued = sum(each.item.tokens for each in self._queue)
+            if queued and queued + item.tokens > self._budget:
                 return False
             rows = self._rows.book(_key(item, request), item.tokens, request)
             if rows is None:
                 return False
-            self._booked += item.tokens
+            self._enqueue(rows, item, fd)
+        elif rows.encoded and request.request_id not in rows.users:
+            self._stats.cache_hits += 1
         rows.users[request.request_id] = request
-        return True
+        return rows.encoded or self._in_next_step(rows)
+
+    def _enqueue(self, rows: ImageRows, item: PlacedImage, fd: int) -> None:
+        _, h, w, _ = item.grid
+        bucket = patch_bucket(h * w)
+        parts = layer_ranges(self._table.layers, bucket)
+        # The request may end before the image is encoded for another request.
+        self._queue.append(_Encoding(rows, item, os.dup(fd), parts, max(1, bucket // PART)))
+
+    def _in_next_step(self, rows: ImageRows) -> bool:
+        """Whether the next step encodes what is left of an image in the queue."""
+        self._drop_stale()
+        room = self._next_room()
+        for each in self._queue:
+            count = each.share(room)
+            if each.rows is rows or count < len(each.parts):
+                return each.rows is rows and count == len(each.parts)
+            room -= count * each.weight
+        return False
+
+    def _next_room(self) -> int:
+        """Returns the most parts that the next step encodes: few if streams decode."""
+        if self._room is None:
+            streams = not self._whole and any(each.generating for each in self._live.values())
+            self._room = self._table.parts_a_step if streams else _NO_LIMIT
+        return self._room
+
+    def _drop_stale(self) -> None:
+        """Takes images from the queue whose rows nobody waits for."""
+        for each in [each for each in self._queue if each.rows.dropped]:
+            self._queue.remove(each)
+            self._closing.append((self._planned, each.fd))
+
+    def pending(self, idle: bool) -> bool:
+        self._drop_stale()
+        return bool(self._queue)
 
     def plan(self, builder: PlanBuilder) -> None:
         self._planned += 1
@@ -209,12 +288,49 @@ class ImageFeature(Feature, LoopFeature):
             if self._spans[admit.lane]:
                 self._spans[admit.lane] = []
                 changed.add(admit.lane)
+        self._plan_encoding(builder)
         if self._requests:
             self._plan_images(builder, changed)
         if changed:
             lanes = int32(sorted(changed))
             builder.write(COLUMN, lanes, np.stack([self._words(lane) for lane in lanes.tolist()]))
-        self._booked = 0
+
+    def _plan_encoding(self, builder: PlanBuilder) -> None:
+        """Plans the encoder's work in the step."""
+        self._drop_stale()
+        room = self._next_room() if self._queue else 0
+        self._room = None
+        entries: list[EncodeEntry] = []
+        while self._queue and room > 0:
+            encoding = self._queue[0]
+            count = encoding.share(room)
+            room -= count * encoding.weight
+            entries.append(self._entry(encoding, count))
+            if not encoding.parts:
+                self._queue.popleft()
+                encoding.rows.encoded = True
+                self._closing.append((self._planned, encoding.fd))
+        if entries:
+            firsts = int32([entry.row for entry in entries])
+            builder.write(ENCODE, firsts, int32([entry[1:] for entry in entries]))
+
+    def _entry(self, encoding: _Encoding, count: int) -> EncodeEntry:
+        """Takes parts from an image, and returns the entry for them."""
+        parts, item = encoding.parts[:count], encoding.item
+        del encoding.parts[:count]
+        if not encoding.parts:
+            self._stats.encoded += 1
+            self._stats.encoded_tokens += item.tokens
+        return EncodeEntry(
+            encoding.rows.first,
+            os.getpid(),
+            encoding.fd,
+            *item.size,
+            *item.grid,
+            item.tokens,
+            parts[0][0],
+            parts[-1][1],
+        )
 
     def _plan_images(self, builder: PlanBuilder, changed: set[int]) -> None:
         """Plans the images of the step's prompt rows.
@@ -222,7 +338,6 @@ class ImageFeature(Feature, LoopFeature):
         Args:
             changed: gets the lanes whose spans the device must learn.
         """
-        entries: list[EncodeEntry] = []
         admitted = {admit.lane for admit in builder.admits}
         for row in np.flatnonzero(builder.flags & int(RowFlag.PROMPT)).tolist():
             request, lane = builder.requests[row], int(builder.lanes[row])
@@ -236,16 +351,10 @@ class ImageFeature(Feature, LoopFeature):
             for place, image in enumerate(found.images):
                 if image.end > start and image.item.start < end:
                     rows = self._use(image, place, request, lane)
-                    if not rows.encoded:
-                        rows.encoded = True
-                        entries.append(self._entry(image, rows))
                     if image.end <= end:
                         self._leave(rows, request)
             if self._spans[lane] != before:
                 changed.add(lane)
-        if entries:
-            firsts = int32([entry.row for entry in entries])
-            builder.write(ENCODE, firsts, int32([entry[1:] for entry in entries]))
 
     def _enter(self, request: Request, found: _Images, lane: int, start: int) -> None:
         """Notes the images of a request that takes a lane, and computes from `start` on."""
@@ -259,19 +368,11 @@ class ImageFeature(Feature, LoopFeature):
     def _use(self, image: _Image, place: int, request: Request, lane: int) -> ImageRows:
         """Returns the rows of an image that the step computes, which `prompt_end` has booked."""
         rows = self._rows.find(_key(image.item, request))
-        if rows is None:
-            raise RuntimeError("a step computes an image without rows for its embeddings")
-        if self._spans[lane][place].row < 0:
-            self._stats.cache_hits += rows.encoded
+        if rows is None or not rows.encoded:
+            raise RuntimeError("a step computes an image that nothing has encoded")
         self._spans[lane][place] = _span(image.item, rows.first)
         rows.users[request.request_id] = request
         return rows
-
-    def _entry(self, image: _Image, rows: ImageRows) -> EncodeEntry:
-        self._stats.encoded += 1
-        self._stats.encoded_tokens += rows.count
-        item = image.item
-        return EncodeEntry(rows.first, os.getpid(), image.fd, *item.size, *item.grid, item.tokens)
 
     def _words(self, lane: int) -> Int32:
         """Returns a lane's line of the column, int32 [images, 4]."""
@@ -306,6 +407,8 @@ class ImageFeature(Feature, LoopFeature):
         for images in self._requests.values():
             self._closing += [(0, image.fd) for image in images.images]
         self._requests.clear()
+        self._closing += [(0, each.fd) for each in self._queue]
+        self._queue.clear()
         for _, fd in self._closing:
             os.close(fd)
         self._closing.clear()
@@ -318,5 +421,5 @@ def _key(item: PlacedImage, request: Request) -> bytes:
 
 
 def _span(item: PlacedImage, row: int) -> Span:
-    t, h, w, merge = item.grid
-    return Span(item.start, item.tokens, ImageGrid(t, h, w, item.tokens, merge).columns, row)
+    frames, h, w, merge = item.grid
+    return Span(item.start, item.tokens, ImageGrid(frames, h, w, item.tokens, merge).columns, row)

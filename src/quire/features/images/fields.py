@@ -15,9 +15,9 @@ class PlacedImage(msgspec.Struct, frozen=True, array_like=True):
         start: position of its first token in the prompt.
         tokens: number of its tokens.
         digest: 32 bytes that identify the tower's output.
-        grid: time steps, rows and columns of patches, and the side of the square of patches that
-            becomes one token.
-        size: width and height of its pixels.
+        grid: frames of a patch, rows and columns of patches, and the side of the square of patches
+            that becomes one token.
+        size: width and height of its pixels. Frames lie one below the other.
         memory: process and descriptor of the memory that holds the pixels.
     """
 

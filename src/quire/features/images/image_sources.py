@@ -16,24 +16,25 @@ def refused(param: str, why: str, code: str = "invalid_image") -> RequestError:
     return RequestError(f"Invalid value for '{param}': {why}", param, code)
 
 
-def decode_base64(text: str, most: int, param: str) -> bytes:
+def decode_base64(text: str, most: int, param: str, flag: str = "--max-image-bytes") -> bytes:
     """Returns the bytes of a base64 text.
 
     Args:
         most: most bytes.
+        flag: sets them.
     """
     if len(text) > (most + 2) // 3 * 4 + 4 and len(text) * 3 // 4 > most:
-        raise too_large(len(text) * 3 // 4, most, param)
+        raise too_large(len(text) * 3 // 4, most, param, flag)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise refused(param, "it is not valid base64.") from None
 
 
-def too_large(size: int, most: int, param: str) -> RequestError:
+def too_large(size: int, most: int, param: str, flag: str = "--max-image-bytes") -> RequestError:
     return refused(
         param,
-        f"the image has {size} bytes; at most {most} are allowed (--max-image-bytes).",
+        f"it has {size} bytes; at most {most} are allowed ({flag}).",
         "image_too_large",
     )
 
@@ -53,3 +54,19 @@ def decode_data_uri(url: str, most: int, param: str) -> tuple[bytes, str | None]
     if found is None or found[3] is None:
         raise refused(param, "a data URI begins like 'data:image/png;base64,'.")
     return decode_base64(url[found.end() :], most, param), found[1]
+
+
+def decode_frames(url: str, most: int, param: str) -> tuple[list[bytes], str | None]:
+    """Returns the files of a video's data URI, and the type that it declares.
+
+    A URI of type video/jpeg holds an image for each frame, with commas between them. Others hold
+    one file.
+    """
+    found = _DATA_URI.match(url)
+    if found is None or found[3] is None:
+        raise refused(param, "a data URI begins like 'data:video/mp4;base64,'.")
+    kind = found[1].lower() if found[1] else None
+    if len(url) * 3 // 4 > most + len(url[: found.end()]) + 4:
+        raise too_large(len(url) * 3 // 4, most, param, "--max-video-bytes")
+    texts = url[found.end() :].split(",") if kind == "video/jpeg" else [url[found.end() :]]
+    return [decode_base64(text, most, param, "--max-video-bytes") for text in texts], kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,25 @@ class LoadedImage(LoadedPart):
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedVideo(LoadedPart):
+    """A video whose frames are in shared memory.
+
+    Attributes:
+        groups: groups of neighbouring frames.
+        times: the text before each group.
+        param: the request's field that has it.
+    """
+
+    groups: Sequence[LoadedImage]
+    times: Sequence[str]
+    param: str
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+
+
+@dataclass(frozen=True, slots=True)
 class ImageInputs(PromptInputs):
     """The images of a prompt.
 
@@ -70,7 +89,7 @@ class ImageInputs(PromptInputs):
                 start=start,
                 tokens=image.grid.tokens,
                 digest=image.digest,
-                grid=(image.grid.t, image.grid.h, image.grid.w, image.grid.merge),
+                grid=(image.grid.frames, image.grid.h, image.grid.w, image.grid.merge),
                 size=image.pixels.size,
                 memory=image.pixels.place,
             )
@@ -83,7 +102,7 @@ class ImageInputs(PromptInputs):
 
 
 def place_images(
-    ids: Int32, images: Sequence[LoadedImage], token_id: int, vocab_size: int
+    ids: Int32, images: Sequence[LoadedImage], token_ids: Sequence[int], vocab_size: int
 ) -> tuple[Int32, ImageInputs] | None:
     """Repeats the token of each image as often as the image has positions.
 
@@ -91,9 +110,9 @@ def place_images(
 
     Args:
         ids: int32 [n].
-        token_id: the token that stands for an image.
+        token_ids: the tokens that stand for an image.
     """
-    found = np.flatnonzero(ids == token_id)
+    found = np.flatnonzero(np.isin(ids, token_ids))
     if len(found) != len(images):
         return None
     counts = np.ones(len(ids), dtype=np.int64)
@@ -101,3 +120,39 @@ def place_images(
     starts = np.cumsum(counts) - counts
     own = [image_ids(image.digest, image.grid.tokens, vocab_size) for image in images]
     return int32(np.repeat(ids, counts)), ImageInputs(images, starts[found].tolist(), own)
+
+
+class VideoTokens(NamedTuple):
+    """The tokens of videos.
+
+    Attributes:
+        token_id: stands for a video, and for each of its groups.
+        begin: stands before each group.
+        end: stands behind each group.
+    """
+
+    token_id: int
+    begin: int
+    end: int
+
+
+def expand_videos(ids: Int32, texts: Sequence[Sequence[Int32]], tokens: VideoTokens) -> Int32:
+    """Puts the groups of each video in the place of the video's token.
+
+    The marks around the token, which chat templates write, are replaced too. Each group gets its
+    time, and marks of its own.
+
+    Args:
+        ids: int32 [n], with a token for each video.
+        texts: for each video, the tokens of the text before each group.
+    """
+    pieces: list[Int32] = []
+    done = 0
+    mark = int32([tokens.begin, tokens.token_id, tokens.end])
+    for place, groups in zip(np.flatnonzero(ids == tokens.token_id).tolist(), texts, strict=True):
+        marked = place > done and np.array_equal(ids[place - 1 : place + 2], mark)
+        pieces.append(ids[done : place - marked])
+        for text in groups:
+            pieces += [text, mark]
+        done = place + 1 + marked
+    return int32(np.concatenate([*pieces, ids[done:]]))

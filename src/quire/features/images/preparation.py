@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.features.images.processor import ImageGrid, ProcessorSettings
+from quire.models.vision.grids import on_device
 from quire.ops.images import cut_patches, resize_columns, resize_rows
 
 _SUPPORT = 2.0
@@ -21,10 +22,10 @@ _A = -0.5
 
 
 def prepare(pixels: Tensor, grid: ImageGrid, settings: ProcessorSettings) -> Tensor:
-    """Resizes, normalizes and cuts an image.
+    """Resizes, normalizes and cuts an image, or a group of frames.
 
     Args:
-        pixels: uint8 [height, width, 3], contiguous, on the device.
+        pixels: uint8 [grid.frames * height, width, 3], contiguous, on the device.
         grid: from `ImageProcessor.size`.
         settings: from `ImageProcessor.settings`.
 
@@ -32,11 +33,22 @@ def prepare(pixels: Tensor, grid: ImageGrid, settings: ProcessorSettings) -> Ten
         float32 [grid.patches, 3 * temporal * patch * patch], in the order in which the tower and
         `transformers` have patches: squares of merge x merge patches, row by row.
     """
-    resized = resize(pixels, grid.h * settings.patch, grid.w * settings.patch)
-    values = torch.from_numpy(settings.values()).to(pixels.device)
-    return cut_patches(
-        resized, values, patch=settings.patch, merge=settings.merge, temporal=settings.temporal
-    )
+    values = on_device(settings.values(), pixels.device)
+    # A patch repeats the frame of an image. Of several frames, each fills its part of a patch.
+    depth = settings.temporal // grid.frames
+    parts = [
+        cut_patches(
+            resize(frame, grid.h * settings.patch, grid.w * settings.patch),
+            values,
+            patch=settings.patch,
+            merge=settings.merge,
+            temporal=depth,
+        )
+        for frame in pixels.chunk(grid.frames)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack([part.view(len(part), 3, -1) for part in parts], dim=2).flatten(1)
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
@@ -58,7 +70,7 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 
 def _taps(size: int, wanted: int, device: torch.device) -> tuple[Tensor, Tensor]:
     first, weights = bicubic_taps(size, wanted)
-    return torch.from_numpy(first).to(device), torch.from_numpy(weights).to(device)
+    return on_device(first, device), on_device(weights, device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -50,14 +50,14 @@ class ImageGrid:
     """An image as the tower and the language model see it.
 
     Attributes:
-        t: time steps, 1 for an image.
+        frames: frames of a patch that differ. An image has one, which its patches repeat.
         h: rows of patches.
         w: columns of patches.
-        tokens: positions in the prompt, t * h * w / merge².
+        tokens: positions in the prompt, h * w / merge².
         merge: side of the square of patches that becomes one token.
     """
 
-    t: int
+    frames: int
     h: int
     w: int
     tokens: int
@@ -65,7 +65,7 @@ class ImageGrid:
 
     @property
     def patches(self) -> int:
-        return self.t * self.h * self.w
+        return self.h * self.w
 
     @property
     def columns(self) -> int:
@@ -162,7 +162,7 @@ _TYPES = {
 }
 """The formats of each media type."""
 _LOW_PIXELS = 512 * 512
-_MOST_RATIO = 200
+MOST_RATIO = 200
 """Largest ratio of an image's sides. Qwen's processor refuses larger ones."""
 _MOST_SIDE = 1 << 14
 """Largest side of a patch, and most patches or frames that become one."""
@@ -211,7 +211,7 @@ class ImageProcessor:
             ModelError: there is no such file, or a setting is invalid or not supported.
         """
         name, raw = _stored_settings(folder)
-        settings = _read_settings(name, raw)
+        settings = read_settings(name, raw)
         vision = config.get("vision_config")
         vision = vision if isinstance(vision, Mapping) else {}
         for key, other, own in (
@@ -243,10 +243,10 @@ class ImageProcessor:
             ImageError: one side is more than 200 times as long as the other.
         """
         settings = self.settings
-        if max(width, height) > _MOST_RATIO * min(width, height):
+        if max(width, height) > MOST_RATIO * min(width, height):
             raise ImageError(
                 f"The image has {width} x {height} pixels, but one side may be at most "
-                f"{_MOST_RATIO} times as long as the other."
+                f"{MOST_RATIO} times as long as the other."
             )
         most = settings.max_pixels
         if detail == "low":
@@ -278,7 +278,8 @@ class ImageProcessor:
         try:
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
                 _check(image, limits, media_type, known)
-                pixels = np.asarray(_opaque(ImageOps.exif_transpose(image)))
+                ImageOps.exif_transpose(image, in_place=True)
+                pixels = np.asarray(opaque(image))
         except ImageError:
             raise
         except Image.DecompressionBombError as error:
@@ -305,7 +306,7 @@ class ImageProcessor:
         """
         if isinstance(image, Image.Image):
             _check_pixels(image, limits)
-            pixels = np.asarray(_opaque(ImageOps.exif_transpose(image)))
+            pixels = np.asarray(opaque(ImageOps.exif_transpose(image)))
         elif hasattr(image, "__array__"):
             pixels = np.asarray(image)
         else:
@@ -323,7 +324,8 @@ class ImageProcessor:
 
         It hashes the pixels, the grid, the settings and the tower, and not the file.
         """
-        found = hashlib.blake2b(digest_size=32)
+        # Many processors compute SHA-256 in hardware, several times as fast as BLAKE2.
+        found = hashlib.sha256()
         identity = (self.settings, self.tower, grid, image.pixels.shape)
         found.update(repr(identity).encode())
         found.update(image.pixels.data)
@@ -351,7 +353,7 @@ def _stored_settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
     )
 
 
-def _read_settings(name: str, raw: Mapping[str, Any]) -> ProcessorSettings:
+def read_settings(name: str, raw: Mapping[str, Any]) -> ProcessorSettings:
     """Returns the settings in a file. `name` is the file, for errors."""
     kind = raw.get("image_processor_type", _TYPES_OF_PROCESSORS[0])
     if kind not in _TYPES_OF_PROCESSORS:
@@ -458,10 +460,10 @@ def _check_pixels(image: Image.Image, limits: ImageLimits) -> None:
         )
 
 
-def _opaque(image: Image.Image) -> Image.Image:
+def opaque(image: Image.Image) -> Image.Image:
     """Returns an RGB image. Transparent pixels are laid over white, as `transformers` does."""
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     above = image.convert("RGBA")
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, above).convert("RGB")

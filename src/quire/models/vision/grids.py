@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,7 @@ def tower_inputs(spec: VisionSpec, grids: Sequence[PatchGrid], device: torch.dev
     counts = [h * w for h, w in shapes]
     images = _segments(counts, device)
     if not spec.window:
-        return TowerInputs(_on(places, device), images)
+        return TowerInputs(on_device(places, device), images)
     side = spec.window // (spec.patch * spec.merge)
     orders, lengths, done = [], [], 0
     for h, w in shapes:
@@ -76,7 +76,7 @@ def tower_inputs(spec: VisionSpec, grids: Sequence[PatchGrid], device: torch.dev
     order = np.concatenate(orders)
     places = places.reshape(4, done, -1)[:, order].reshape(4, -1)
     windows = _segments(lengths, device)
-    return TowerInputs(_on(places, device), images, windows, _on(order, device))
+    return TowerInputs(on_device(places, device), images, windows, on_device(order, device))
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,8 +106,11 @@ def window_order(rows: int, columns: int, side: int) -> tuple[Ints, Ints]:
 
 def _segments(lengths: Sequence[int], device: torch.device) -> Segments:
     starts = np.cumsum([0, *lengths], dtype=np.int32)
-    return Segments(_on(starts, device), max(lengths))
+    return Segments(on_device(starts, device), max(lengths))
 
 
-def _on(values: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+def on_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Returns a copy of an array on the device. The host does not wait for it."""
+    found = torch.from_numpy(np.ascontiguousarray(values))
+    # Only copies from pinned memory run beside the host.
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

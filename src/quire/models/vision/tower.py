@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,25 @@ class Merger(nn.Module):
         return self.down(self.up(x, act="gelu"))  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class TowerRun:
+    """Images in a tower, between two layers.
+
+    Attributes:
+        patches: [T, numbers of a patch], in the order of images.
+        inputs: see `tower_inputs`.
+        hidden: [T, hidden_size], the states before the next layer.
+        angles: float32 [T, head_dim], the rotation of each patch.
+        outputs: [T / merge², width], the embeddings, as far as they are computed.
+    """
+
+    patches: Tensor
+    inputs: TowerInputs
+    hidden: Tensor
+    angles: Tensor
+    outputs: Tensor
+
+
 class VisionTower(LoadableModel):
     """A vision tower. Weights are uninitialized until `load_weights`.
 
@@ -152,6 +171,11 @@ class VisionTower(LoadableModel):
         frequencies = (1.0 / spec.theta**exponents).to(device)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return self.spec.layers
+
     @torch.inference_mode()
     def encode(self, patches: Sequence[Tensor], grids: Sequence[PatchGrid]) -> list[Tensor]:
         """Returns the embeddings of each image, [tokens, width] in `dtype`.
@@ -160,38 +184,73 @@ class VisionTower(LoadableModel):
             patches: [patches, numbers of a patch] of each image, from `prepare`.
             grids: the grid of each image.
         """
-        inputs = tower_inputs(self.spec, grids, self.device)
-        outputs = self(torch.cat(list(patches)), inputs)
+        run = self.open(torch.cat(list(patches)), grids)
+        self.run_layers(run, 0, self.depth)
         merged = self.spec.merge**2
-        return list(outputs.split([grid.h * grid.w // merged for grid in grids]))
+        return list(torch.split(run.outputs, [grid.h * grid.w // merged for grid in grids]))
 
-    def forward(self, patches: Tensor, inputs: TowerInputs) -> Tensor:
-        """Returns the embeddings of all images, [outputs, width].
-
-        It neither waits for the device nor decides anything on the host, so it may be captured.
+    def open(self, patches: Tensor, grids: Sequence[PatchGrid]) -> TowerRun:
+        """Returns a run over images, of which no layer is computed.
 
         Args:
-            patches: [T, numbers of a patch], in the order of images.
-            inputs: see `tower_inputs`.
+            patches: [T, numbers of a patch], those of one image after those of the other.
+            grids: the grid of each image.
         """
-        spec, order = self.spec, inputs.order
-        x = patches.to(self.dtype)
+        return self.empty_run(patches.to(self.dtype), tower_inputs(self.spec, grids, self.device))
+
+    def empty_run(self, patches: Tensor, inputs: TowerInputs) -> TowerRun:
+        """Returns a run with uninitialized states for T patches."""
+        spec, count = self.spec, len(patches)
+        options: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        return TowerRun(
+            patches,
+            inputs,
+            hidden=torch.empty(count, spec.hidden_size, **options),
+            angles=torch.empty(count, spec.head_dim, device=self.device, dtype=torch.float32),
+            outputs=torch.empty(count // spec.merge**2, self.width, **options),
+        )
+
+    def run_layers(self, run: TowerRun, first: int, end: int) -> None:
+        """Computes the layers from `first` to before `end`.
+
+        The projection of patches belongs to the first layer, and the merger to the last. The
+        function neither waits for the device nor decides anything by values on it, so it may be
+        captured.
+        """
+        inputs, spec = run.inputs, self.spec
+        if first == 0:
+            self._begin(run)
+        x = run.hidden
+        for index in range(first, end):
+            narrow = inputs.windows if index not in spec.full_layers else None
+            x = self.layers[index](x, run.angles, narrow or inputs.images)
+            if index in spec.deepstack:
+                level = spec.deepstack.index(index)
+                self._write(run, 1 + level, self.deep[level](x))
+        if end == self.depth:
+            self._write(run, 0, self.merger(x))
+        else:
+            run.hidden.copy_(x)
+
+    def _begin(self, run: TowerRun) -> None:
+        """Computes the inputs of the first layer."""
+        places, order, x = run.inputs.places, run.inputs.order, run.patches
         if order is not None:
             x = x.view(len(order), -1)[order].view_as(x)
         x = self.patches(x)
         if self.positions is not None:
-            x = x + self._learned(inputs.places).to(x.dtype)
-        angles = self._angles(inputs.places)
-        deep = []
-        for index, layer in enumerate(self.layers):
-            narrow = inputs.windows if index not in spec.full_layers else None
-            x = layer(x, angles, narrow or inputs.images)
-            if index in spec.deepstack:
-                deep.append(self.deep[spec.deepstack.index(index)](x))
-        outputs = torch.cat([self.merger(x), *deep], dim=1)
+            x = x + self._learned(places).to(x.dtype)
+        run.hidden.copy_(x)
+        run.angles.copy_(self._angles(places))
+
+    def _write(self, run: TowerRun, level: int, embeddings: Tensor) -> None:
+        """Writes a merger's embeddings, [outputs, spec.outputs], in the order of images."""
+        size, order = self.spec.outputs, run.inputs.order
+        columns = run.outputs[:, level * size : (level + 1) * size]
         if order is None:
-            return outputs
-        return torch.empty_like(outputs).index_copy_(0, order.long(), outputs)
+            columns.copy_(embeddings)
+        else:
+            columns.index_copy_(0, order.long(), embeddings)
 
     def _angles(self, places: Tensor) -> Tensor:
         """Returns the rotation of each patch, float32 [T, head_dim]: cosines, then sines."""

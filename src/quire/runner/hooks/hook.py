@@ -147,7 +147,9 @@ class Hook:
         """
 
     def reserved_bytes(self, groups: Sequence[KVGroup], budget: int) -> int:
-        """Returns the bytes of the device that the hook takes from the KV cache.
+        """Returns the bytes of the device that the hook needs and has not allocated yet.
+
+        The KV cache gets less by them, unless `kv_cache_gb` sets its size.
 
         Args:
             groups: KV groups of all models.

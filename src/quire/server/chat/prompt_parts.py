@@ -94,6 +94,8 @@ def shown_messages(
 
 
 def _shown(part: PromptPart) -> dict[str, Any]:
+    if part.kind == "video":
+        return {"type": "video_url", "video_url": {"url": part.source}}
     return {"type": "image_url", "image_url": {"url": part.source, "detail": part.detail}}
 
 

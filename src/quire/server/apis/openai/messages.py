@@ -75,7 +75,27 @@ class ImagePartParam(StrictModel):
         return {"url": value} if isinstance(value, str) else value
 
 
-_PARTS: dict[str, type[BaseModel]] = {"text": TextPartParam, "image_url": ImagePartParam}
+class VideoUrl(StrictModel):
+    """A video: a data URI, or an http address of a host that the server may ask."""
+
+    url: str
+
+
+class VideoPartParam(StrictModel):
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused(cls, data: Any) -> Any:
+        return drop_unused(data, _UNUSED_IN_PART)
+
+
+_PARTS: dict[str, type[BaseModel]] = {
+    "text": TextPartParam,
+    "image_url": ImagePartParam,
+    "video_url": VideoPartParam,
+}
 
 
 def parse_part(data: Any) -> Any:
@@ -85,15 +105,18 @@ def parse_part(data: Any) -> Any:
     model = _PARTS.get(data["type"])
     if model is None:
         raise RequestError(
-            f"parts of type {data['type'][:40]!r} are not supported, only text and images are.",
+            f"parts of type {data['type'][:40]!r} are not supported, only text, images and videos "
+            "are.",
             code="unsupported_parameter",
         )
     return model.model_validate(data)
 
 
 ContentPart = Annotated[
-    TextPartParam | ImagePartParam,
-    PlainValidator(parse_part, json_schema_input_type=TextPartParam | ImagePartParam),
+    TextPartParam | ImagePartParam | VideoPartParam,
+    PlainValidator(
+        parse_part, json_schema_input_type=TextPartParam | ImagePartParam | VideoPartParam
+    ),
 ]
 
 
@@ -221,9 +244,9 @@ class ChatMessageParam(StrictModel):
     @model_validator(mode="after")
     def _as_the_role_has_it(self) -> ChatMessageParam:
         for place, part in enumerate(self.content or ()):
-            if isinstance(part, ImagePartParam) and self.role not in _ROLES_WITH_IMAGES:
+            if not isinstance(part, TextPartParam) and self.role not in _ROLES_WITH_IMAGES:
                 raise RequestError(
-                    f"a message of role {self.role!r} has no images; those of "
+                    f"a message of role {self.role!r} has no images or videos; those of "
                     f"{', '.join(_ROLES_WITH_IMAGES)} may have some.",
                     f"content[{place}]",
                 )
@@ -255,22 +278,25 @@ class ChatMessageParam(StrictModel):
 
     @property
     def text(self) -> str:
-        """The content without images."""
+        """The content without images and videos."""
         return "".join(part.text for part in self.content or () if isinstance(part, TextPartParam))
 
     def marked_text(self, parts: list[PromptPart], param: str) -> str:
-        """Returns the content, with a mark for each image.
+        """Returns the content, with a mark for each image and video.
 
         Args:
-            parts: gets the images.
+            parts: gets the images and videos.
             param: the message's field, for errors.
         """
         text = ""
         for place, part in enumerate(self.content or ()):
+            where = f"{param}.content[{place}]"
             if isinstance(part, TextPartParam):
                 text += part.text
+            elif isinstance(part, VideoPartParam):
+                text += add_part(parts, PromptPart("video", part.video_url.url, where))
             else:
-                image, where = part.image_url, f"{param}.content[{place}]"
+                image = part.image_url
                 text += add_part(
                     parts, PromptPart("image", image.url, where, image.detail or "auto")
                 )
