@@ -1,6 +1,6 @@
 # make serve   try it: sets up .venv, serves the embedded model, prints a request to paste
 # make test    lint and tests
-# make real    fetches two small published models, which `make test` runs where they are there
+# make real    fetches three small published models, which `make test` runs where they are there
 # make test-all    the same, and the slow tests
 # make test-ops, test-one-rank, test-ranks   the tests of `make test` in parts
 # make kernels TRITON=3.7.1   Hopper's kernels through another Triton's compiler, without a GPU

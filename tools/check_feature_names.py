@@ -43,7 +43,12 @@ _TENANTS = "a request's tenant is a field of every request, which fair queues re
 _VECTORS = "embeddings are a result of the engine, as tokens are: LLM.embed is what users call"
 ALLOWED: dict[str, dict[str, str]] = {
     "engine/builder.py": {"tenant": _TENANTS},
+    "engine/encoders.py": {
+        "pooling": _VECTORS,
+        "sentence_files": "an encoder's files say how long its texts are",
+    },
     "engine/loop/embedding.py": {"pooling": _VECTORS},
+    "engine/loop/text_scores.py": {"pooling": _VECTORS},
     "engine/loop/messages.py": {"tenant": _TENANTS},
     "engine/loop/prompts.py": {"pooling": _VECTORS},
     "engine/loop/trace.py": {"transfer": _MOVES},
@@ -60,9 +65,11 @@ ALLOWED: dict[str, dict[str, str]] = {
     "runner/host_inputs.py": {"mask": "the file of the op that waits for host inputs"},
     "runner/transfer/": dict.fromkeys(("disk", "export", "facts", "peer", "tiers"), _PLACES),
     "scheduler/fair_share": {"mask": _BOOLS, "tenant": _TENANTS},
+    "scheduler/admission.py": {"pooling": _VECTORS},
     "scheduler/feature.py": {"gate": _HEADS, "transfer": _MOVES},
     "scheduler/order.py": {"mask": _BOOLS, "tenant": _TENANTS},
     "scheduler/scheduler.py": {"transfer": _MOVES},
+    "scheduler/text_scheduler.py": {"transfer": _MOVES},
     "server/state.py": {"tenant": _TENANTS},
 }
 """By the beginning of a file's path, the words that it may use, and why."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
@@ -119,6 +119,13 @@ class CoreArgs:
     )
     seed: int = _model_setting(
         0, "Seed of the engine: of dummy weights and of requests without one."
+    )
+    logprobs_mode: Literal[
+        "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
+    ] = _model_setting(
+        "raw_logprobs",
+        "What logprobs of requests without a logprobs_mode are: of the model's own logits (raw) or "
+        "of the distribution from which tokens are drawn (processed).",
     )
     skip_tokenizer_init: bool = _model_setting(False, "Serve token ids only; load no tokenizer.")
     device: str = _device_setting("auto", "auto, cpu, cuda or cuda:N.", common=True)
@@ -411,8 +418,16 @@ class EngineConfig:
     Attributes:
         kv_cache_dtype: the dtype of stored keys and values: `dtype`, a format of 8 bits, or auto
             for `dtype`.
+        task: what the model is for. "embed", "classify" and "tokens" (a vector for each token) are
+            encoders, which generate nothing.
         pooling: how embeddings are pooled.
         matryoshka: sizes that embeddings may be shortened to; () for any, None for no other size.
+        vector_size: numbers of a vector, 0 for `hidden_size`.
+        labels: names of the classes of a classification head.
+        class_activation: turns logits of classes into what `/classify` answers.
+        score_activation: turns the logit of a pair into its score.
+        prompts: texts before inputs, by name.
+        default_prompt: name of the prompt of requests that name none, or None.
         images: whether prompts may have images.
     """
 
@@ -428,9 +443,31 @@ class EngineConfig:
     vocab_size: int
     kv_cache_dtype: str = "auto"
     hidden_size: int = 0
-    pooling: Literal["last", "mean"] = "last"
+    task: Literal["generate", "embed", "classify", "tokens"] = "generate"
+    pooling: Literal["last", "mean", "cls", "max"] = "last"
     matryoshka: tuple[int, ...] | None = None
+    vector_size: int = 0
+    labels: tuple[str, ...] = ()
+    class_activation: Literal["identity", "sigmoid", "softmax"] = "softmax"
+    score_activation: Literal["identity", "sigmoid"] = "sigmoid"
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
     images: bool = False
+
+    @property
+    def encoder(self) -> bool:
+        """Whether the model is an encoder."""
+        return self.task != "generate"
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt. A model that generates needs room for one token more."""
+        return self.scheduler.max_model_len - (not self.encoder)
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of a vector."""
+        return self.vector_size or self.hidden_size
 
     @property
     def eager(self) -> bool:

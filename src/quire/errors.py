@@ -7,7 +7,14 @@ import math
 
 
 class QuireError(Exception):
-    """Base of every error Quire raises on purpose."""
+    """Base of every error Quire raises on purpose.
+
+    Attributes:
+        ends_call: Whether `LLM` raises the error of a request that has no tokens yet. Others end
+            their request alone.
+    """
+
+    ends_call = False
 
 
 class ConfigError(QuireError, ValueError):
@@ -32,12 +39,17 @@ class RequestError(QuireError, ValueError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt leaves no room for a single new token within the model's context."""
+    """The prompt leaves no room for a single new token within the model's context.
 
-    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+    Args:
+        generates: whether the model generates. An encoder's prompt may be as long as the context.
+    """
+
+    def __init__(self, prompt_tokens: int, max_model_len: int, *, generates: bool = True) -> None:
+        rest = ", of which at least one must be left for the answer" if generates else ""
         super().__init__(
             f"The prompt has {prompt_tokens} tokens, but this model's maximum context length is "
-            f"{max_model_len} tokens, of which at least one must be left for the answer.",
+            f"{max_model_len} tokens{rest}.",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -68,6 +80,8 @@ class GrammarError(RequestError):
         pointer: JSON pointer of the keyword that cannot, or None.
     """
 
+    ends_call = True
+
     def __init__(
         self,
         message: str,
@@ -85,6 +99,8 @@ class OverloadedError(QuireError):
 
 class CompilerBusyError(QuireError):
     """Other grammars are being compiled: the request may be sent again later."""
+
+    ends_call = True
 
 
 class WeightsError(QuireError):

@@ -9,7 +9,6 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.outputs import RequestTimes
-from quire.pooling_params import Pooling
 from quire.sampling_params import SamplingParams
 
 
@@ -35,7 +34,7 @@ class RequestOptions(TypedDict, total=False):
 
     priority: int
     cache_salt: str
-    pooling: Pooling | None
+    pooling: str | None
     tenant: str
     share: float
     adapter: str
@@ -108,7 +107,8 @@ class Request:
         mixed: whether its KV was computed with several weights. No other request may use such KV.
         version_runs: pairs (version, tokens): how many of its tokens came from each version of the
             weights, without those of the present version while it runs.
-        pooling: how its prompt becomes one vector in place of tokens, or None.
+        pooling: what becomes of its prompt in place of tokens: a `Pooling`, "classes" or "tokens";
+            None for a request that generates.
         times: times of its events, recorded by the engine.
         lane_epoch: `Admit.lane_epoch` of its lane, while it has one.
     """
@@ -161,7 +161,7 @@ class Request:
         sample_index: int = 0,
         leader: Request | None = None,
         cache_salt: str = "",
-        pooling: Pooling | None = None,
+        pooling: str | None = None,
         tenant: str = "",
         share: float = 1.0,
         adapter: str = "",
@@ -186,7 +186,7 @@ class Request:
         self.mixed = False
         self.version_runs: list[tuple[int, int]] = []
         self.cache_salt = cache_salt
-        self.pooling: Pooling | None = pooling
+        self.pooling: str | None = pooling
         self.times = RequestTimes(arrival)
         self.tenant = tenant
         self.share = share

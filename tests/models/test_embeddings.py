@@ -166,8 +166,8 @@ def test_bad_requests(tmp_path: Path) -> None:
         llm.embed([[5, 211]])
     with pytest.raises(RequestError, match="1 pooling parameters"):
         llm.embed(prompts_of([3, 4]), pooling_params=[PoolingParams()])
-    with pytest.raises(RequestError, match="last or mean"):
-        PoolingParams(pooling="cls")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="one of last, mean"):
+        PoolingParams(pooling="first")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="positive"):
         PoolingParams(dimensions=0)
     assert not llm._core.has_work()

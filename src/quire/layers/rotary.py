@@ -183,3 +183,12 @@ class RotaryTable(nn.Module):
     def lookup(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Returns a table of cosines and sines, and each token's row in it, int32 [T]."""
         return batch.angles.get(self) or (self.cos_sin, batch.positions)
+
+    def angles(self, batch: ForwardBatch) -> Tensor:
+        """Returns the rotation of each token of a step, float32 [T, rotary_dim]: cosines, then
+        sines. All layers share it."""
+        if self not in batch.angles:
+            table = self.cos_sin[batch.positions.long()]
+            rows = torch.arange(len(table), dtype=torch.int32, device=table.device)
+            batch.angles[self] = table, rows
+        return batch.angles[self][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quire.layers.attention import KVLayout
@@ -9,14 +11,17 @@ from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.models.config import load_config, resolve_model_path, spec_from_config
 from quire.models.decoder import Decoder
+from quire.models.encoder import Encoder
 from quire.models.quantization import model_quantization
-from quire.models.spec import ModelSpec
+from quire.models.spec import EncoderSpec, ModelSpec
 from quire.models.weights import load_weights
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.quantization import Quantization, Unquantized
 
 __all__ = [
     "Decoder",
+    "Encoder",
+    "EncoderSpec",
     "ForwardBatch",
     "GroupBatch",
     "KVLayout",
@@ -40,7 +45,9 @@ def build_model(
     expert_parallel: bool = False,
     drafts: int = 0,
 ) -> Decoder:
-    """Returns a decoder with uninitialized weights.
+    """Returns a model with uninitialized weights: an `Encoder` for an `EncoderSpec`.
+
+    An encoder has the interface of a decoder, without logits.
 
     Args:
         spec: the model.
@@ -59,4 +66,5 @@ def build_model(
         expert_parallel=expert_parallel,
         drafts=drafts,
     )
-    return Decoder(spec, build).eval()
+    kind: Any = Encoder if isinstance(spec, EncoderSpec) else Decoder
+    return kind(spec, build).eval()  # type: ignore[no-any-return]

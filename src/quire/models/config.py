@@ -78,15 +78,20 @@ def load_config(path: str | Path, name: str = "config.json") -> dict[str, Any]:
         ModelError: the file is missing, cannot be read, or holds no JSON object.
     """
     file = Path(path) / name
-    try:
-        config = json.loads(read_bounded(file))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is not a model folder: it has no {name}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
+    if not file.exists():
+        raise ModelError(f"{path} is not a model folder: it has no {name}")
+    config = load_json(file)
     if not isinstance(config, dict):
         raise ModelError(f"{file} must hold a JSON object")
     return config
+
+
+def load_json(file: Path) -> Any:
+    """Returns the content of a JSON file. Raises ModelError if it cannot be read."""
+    try:
+        return json.loads(read_bounded(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -26,8 +26,10 @@ class ScaledLayerSpec(LayerSpec):
 
 def general_block(
     spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build
-) -> GeneralBlock:
+) -> GeneralBlock | PostNormBlock:
     """Returns the layer that a spec describes."""
+    if spec.norms == "sum":
+        return PostNormBlock(spec, model, rotary, build)
     kind = ScaledBlock if isinstance(spec, ScaledLayerSpec) else GeneralBlock
     return kind(spec, model, rotary, build)
 
@@ -56,7 +58,7 @@ class GeneralBlock(nn.Module):
             raise ModelError(
                 "norms on the outputs of a layer's parts must be RMSNorms without multiplier"
             )
-        self.attention_norm = norm("attention_norm", inputs)
+        self.attention_norm = norm("attention_norm", inputs and spec.mixer_norm)
         self.attention_out_norm = norm("attention_out_norm", outputs)
         # Parallel parts share the norm of their input.
         self.mlp_norm = norm("mlp_norm", inputs and not spec.parallel)
@@ -103,3 +105,28 @@ class ScaledBlock(GeneralBlock):
     def slices(self) -> Iterator[ParameterSlice]:
         """Yields the learned number."""
         yield ParameterSlice.for_tensor("scalar", self.scalar.data, initial="ones")
+
+
+class PostNormBlock(nn.Module):
+    """The layer of the first transformers: norm(x + mixer(x)), then the same with the ffn."""
+
+    def __init__(
+        self, spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build
+    ) -> None:
+        super().__init__()
+        hidden = model.hidden_size
+        self.attention = model.mixer(spec).layer(hidden, rotary, build.within("attention"))
+        self.attention_norm = model.norm.layer(hidden, build.within("attention_norm"))
+        self.mlp = spec.ffn.layer(hidden, build.within("mlp"))
+        self.mlp_norm = model.norm.layer(hidden, build.within("mlp_norm"))
+
+    def forward(self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: Any) -> Residual:
+        mixed = self.attention(x, None, batch, group, kv)
+        x = Residual(self.attention_norm(mixed.total()))
+        return Residual(self.mlp_norm(self.mlp(x, None, batch).total()))
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Returns an upper bound of the bytes of intermediates, for the larger of both parts."""
+        mixer: int = self.attention.workspace_bytes(tokens)
+        mlp: int = self.mlp.workspace_bytes(tokens)
+        return max(mixer, mlp)

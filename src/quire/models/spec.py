@@ -47,16 +47,19 @@ class LayerSpec:
     Attributes:
         mixer: mixes tokens.
         ffn: computes each token by itself.
-        norms: whether each part has a norm on its input (pre-norm), its output or both.
+        norms: whether each part has a norm on its input (pre-norm), its output or both. "sum": on
+            the sum of the residual stream and the part's output (post-norm).
+        mixer_norm: whether the mixer has its norms.
         parallel: whether the ffn gets the same input as the mixer. Both outputs are added to x.
         multiplier: factor of each part's output before the addition to x.
     """
 
     mixer: MixerSpec
     ffn: FfnSpec
-    norms: Literal["input", "output", "both"] = "input"
+    norms: Literal["input", "output", "both", "sum"] = "input"
     parallel: bool = False
     multiplier: float = 1.0
+    mixer_norm: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,3 +123,42 @@ class ModelSpec:
         the longest sequence."""
         window = mixer.window
         return None if window is None or window >= self.max_positions else window
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierSpec:
+    """A classification head: out(norm(act(dense(state)))) of one state per sequence.
+
+    Attributes:
+        classes: number of outputs.
+        pooling: the state is that of the first token, or the mean over all.
+        act: activation behind the first product.
+        bias: whether the first product has a bias.
+        norm: norm behind the activation, or None.
+    """
+
+    classes: int
+    pooling: Literal["cls", "mean"]
+    act: Literal["tanh", "gelu"]
+    bias: bool = True
+    norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec(ModelSpec):
+    """An encoder: every token attends to all tokens of its sequence, and nothing is generated.
+
+    Attributes:
+        first_position: row of the first token in the table of learned positions.
+        token_types: rows of the table of token types, which tell the texts of a pair apart; 0
+            without a table.
+        last_norm: whether a norm follows the last layer.
+        classifier: the classification head, or None.
+        projection: numbers of a token's vector in late interaction (ColBERT); 0 without it.
+    """
+
+    first_position: int = 0
+    token_types: int = 0
+    last_norm: bool = False
+    classifier: ClassifierSpec | None = None
+    projection: int = 0

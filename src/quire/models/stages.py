@@ -23,6 +23,7 @@ from quire.errors import ConfigError
 from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
 from quire.models.decoder import Decoder
+from quire.models.encoder import Encoder
 from quire.models.spec import ModelSpec
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import KVGroup
@@ -260,12 +261,16 @@ def stage_layers(
     return balanced_ranges(layer_times(model), count, sizes, most)
 
 
-def layer_bytes(model: Decoder) -> list[int]:
+def layer_bytes(model: Decoder | Encoder) -> list[int]:
     """Returns the bytes of each layer's weights.
 
     The embeddings count for the first layer. The final norm and the head count for the last layer.
+    All that an encoder has outside of its layers counts for the first one.
     """
     sizes = [_bytes(layer) for layer in model.layers]
+    if isinstance(model, Encoder):
+        sizes[0] += _bytes(model) - sum(sizes)
+        return sizes
     sizes[0] += _bytes(model.embedding)
     if model.positions is not None:
         sizes[0] += _bytes(model.positions)

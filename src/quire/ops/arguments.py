@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu", "gelu_tanh"]
+Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "gelu", "gelu_tanh"]
 """Functions that a linear layer may apply to its outputs, see `ops.activate`. Names of gated
 functions end in "_and_mul"; they halve the number of outputs. "gelu" is exact, "gelu_tanh" its
 approximation by tanh."""

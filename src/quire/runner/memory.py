@@ -145,6 +145,8 @@ def blocks_per_group(
     if budget is None:
         return (useful,) * len(groups)
     each = sum(group.block_bytes for group in groups)
+    if not each:  # An encoder keeps nothing.
+        return (useful,) * len(groups)
     count = min(useful, max(0, budget) // each)
     if config.device != "cpu":
         # Blocks beyond the need of running requests keep cached prefixes.

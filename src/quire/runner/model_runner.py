@@ -26,7 +26,7 @@ from quire.executor import (
 from quire.input_memory import InputMemory
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import StepPlan, StepResult
-from quire.runner.graphs import Graphs
+from quire.runner.graphs import Buckets, EncoderBuckets, Graphs
 from quire.runner.hooks import Hook
 from quire.runner.kv_cache import KVCache
 from quire.runner.loaded_model import LoadedModel
@@ -117,7 +117,9 @@ class ModelRunner:
         """Captures all programs. Returns them, and the tokens of a full step."""
         sized.add_rare(tuple(sized.rare))
         sized.state.inputs.copy_(torch.from_numpy(sized.state.idle_inputs()))
-        graphs = Graphs(self.device, self.limits)
+        whole_texts = isinstance(sized.loaded.model, models.Encoder)
+        kind = EncoderBuckets if whole_texts else Buckets
+        graphs = Graphs(self.device, self.limits, kind(self.limits))
         with ops.use_policy(self.loaded.policy):
             full = graphs.capture_steps(sized.program, self._on_progress("graphs"))
         return graphs, full

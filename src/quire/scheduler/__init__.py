@@ -18,6 +18,7 @@ from quire.scheduler.feature import Feature, PlanBuilder
 from quire.scheduler.order import Order
 from quire.scheduler.progress import RequestProgress, SchedulerStats, StepProgress
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.text_scheduler import TextScheduler
 
 __all__ = [
     "Feature",
@@ -27,4 +28,5 @@ __all__ = [
     "Scheduler",
     "SchedulerStats",
     "StepProgress",
+    "TextScheduler",
 ]

@@ -62,7 +62,9 @@ class Admission:
                 f"{request.max_total} tokens",
                 param="prompt",
             )
-        if request.max_total > config.max_model_len:
+        # A pooled request computes no position after its prompt.
+        longest = config.max_model_len + (request.pooling is not None)
+        if request.max_total > longest:
             raise RequestError(
                 f"the request may reach {request.max_total} tokens, but sequences are limited to "
                 f"max_model_len={config.max_model_len}",

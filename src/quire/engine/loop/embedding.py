@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +13,12 @@ from quire.config import EngineConfig
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.prompts import Prompt, one_each, prompt_ids, read_prompt
 from quire.errors import BrokenLogitsError, RequestError
+from quire.features.pooling.fields import SECOND_TEXT
 from quire.outputs import EmbeddingOutput, EmbeddingRequestOutput
-from quire.pooling_params import Pooling, PoolingParams
+from quire.pooling_params import PoolingParams
+from quire.request import Request
 from quire.sampling_params import SamplingParams
+from quire.text.pairs import encode_texts
 from quire.text.tokenizer import Tokenizer
 
 NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
@@ -26,7 +30,7 @@ class Embedding:
     """An embedding.
 
     Attributes:
-        values: float32 [dimensions].
+        values: float32 [dimensions]; with a vector for each token [tokens, dimensions].
         queued: seconds until the prompt's first step.
     """
 
@@ -36,14 +40,54 @@ class Embedding:
     queued: float = 0.0
 
 
-def pooling_of(params: PoolingParams, config: EngineConfig) -> Pooling:
-    """Returns how to pool, for a valid request. Raises RequestError for an invalid one."""
+_ENCODERS_ONLY = "cls", "max"
+
+
+def pooling_of(params: PoolingParams, config: EngineConfig) -> str:
+    """Returns how to pool, for a valid request: the value of `Request.pooling`.
+
+    Raises:
+        RequestError: the model gives no vectors, or not such ones.
+    """
     _check_dimensions(params.dimensions, config)
+    if config.task == "classify":
+        raise RequestError(
+            "this model has a classification head and gives no embeddings: use /classify, /score "
+            "or /rerank",
+            code="model_gives_no_vectors",
+        )
+    if config.task == "tokens":
+        if params.pooling is not None:
+            raise RequestError(
+                "this model has a vector for each token, which are not pooled", "pooling"
+            )
+        return "tokens"
+    if params.pooling in _ENCODERS_ONLY and not config.encoder:
+        raise RequestError(f"pooling {params.pooling!r} needs an encoder", "pooling")
     return params.pooling or config.pooling
 
 
+def with_prompt(prompt: Any, params: PoolingParams, config: EngineConfig) -> Any:
+    """Returns a prompt behind the model's prompt that the parameters name, or behind its default.
+
+    Raises:
+        RequestError: the model has no prompt of that name, or it cannot precede token ids.
+    """
+    name = params.prompt_name or config.default_prompt
+    if name is None:
+        return prompt
+    if name not in config.prompts:
+        known = ", ".join(config.prompts) or "none"
+        raise RequestError(f"this model has no prompt {name!r}; it has: {known}", "prompt_name")
+    if isinstance(prompt, str):
+        return config.prompts[name] + prompt
+    if params.prompt_name is not None and config.prompts[name]:
+        raise RequestError("a prompt can precede texts only, not token ids", "prompt_name")
+    return prompt
+
+
 def _check_dimensions(wanted: int | None, config: EngineConfig) -> None:
-    size, known = config.hidden_size, config.matryoshka
+    size, known = config.embedding_size, config.matryoshka
     if wanted is None or wanted == size:
         return
     if known is None:
@@ -85,7 +129,12 @@ def embed_all(
         RequestError: a request is invalid. Nothing has run then.
     """
     each = one_each(params, len(prompts), PoolingParams())
-    given = [read_prompt(prompt)[1] for prompt in prompts.values()]
+    given = [
+        with_prompt(read_prompt(prompt)[1], own, core.config)
+        for prompt, own in zip(prompts.values(), each, strict=True)
+    ]
+    if tokenizer is not None:
+        given = encode_texts(tokenizer, given)
     ids = [prompt_ids(prompt, NO_TOKENS, core.config, tokenizer) for prompt in given]
     wanted = dict(zip(prompts, zip(ids, each, strict=True), strict=True))
     found = {}
@@ -109,10 +158,52 @@ def embeddings(
     Raises:
         RequestError: a request is invalid. Nothing has run then.
     """
-    modes = {name: pooling_of(params, core.config) for name, (_, params) in wanted.items()}
-    for name, (tokens, _) in wanted.items():
-        core.add(name, tokens, NO_TOKENS, max_total=len(tokens) + 1, pooling=modes[name])
-    left = len(wanted)
+    prompts = {
+        name: PooledPrompt(tokens, pooling_of(params, core.config))
+        for name, (tokens, params) in wanted.items()
+    }
+    for name, request, raw in run_pooled(core, prompts, let_interrupt):
+        yield EmbeddingRequestOutput(
+            name,
+            EmbeddingOutput(finish(raw, wanted[name][1]).tolist()),
+            request.as_read(request.tokens.view()).tolist(),
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PooledPrompt:
+    """A prompt whose states become a vector, classes or token vectors.
+
+    Attributes:
+        ids: int32 [n].
+        kind: the value of `Request.pooling`.
+        second: where the second text of a pair begins, or None.
+    """
+
+    ids: Int32
+    kind: str
+    second: int | None = None
+
+
+def run_pooled(
+    core: EngineCore, prompts: Mapping[str, PooledPrompt], let_interrupt: Callable[[], None]
+) -> Iterator[tuple[str, Request, Float32]]:
+    """Runs prompts in the caller's thread. Yields each one's name, its ended request and what the
+    engine returned.
+
+    Args:
+        prompts: by request id.
+        let_interrupt: called before each step.
+
+    Raises:
+        RequestError: a request is invalid. Nothing has run then.
+    """
+    for name, prompt in prompts.items():
+        core.add(name, prompt.ids, NO_TOKENS, max_total=len(prompt.ids) + 1, pooling=prompt.kind)
+        if prompt.second is not None:
+            core.give(name, SECOND_TEXT, prompt.second)
+    left = len(prompts)
     while left:
         let_interrupt()
         progress = core.step()
@@ -120,31 +211,25 @@ def embeddings(
             raise RequestError("the engine has requests but cannot run any of them")
         for place in progress.finished:
             item = progress[place]
-            name = item.request.request_id.rpartition("/")[0]
             if item.pooled is None:
                 raise RequestError("the engine returned no vector")
-            values = finish(item.pooled, wanted[name][1])
             left -= 1
-            yield EmbeddingRequestOutput(
-                name,
-                EmbeddingOutput(values.tolist()),
-                item.request.as_read(item.request.tokens.view()).tolist(),
-                num_cached_tokens=item.request.num_cached_tokens,
-            )
+            yield item.request.request_id.rpartition("/")[0], item.request, item.pooled
 
 
 def finish(pooled: Float32, params: PoolingParams) -> Float32:
-    """Truncates and normalizes a pooled state, float32 [hidden size].
+    """Truncates and normalizes a pooled state, float32 [hidden size], or one for each token.
 
     Returns:
-        The embedding, float32 [dimensions].
+        The embedding, float32 [dimensions], or [tokens, dimensions].
 
     Raises:
         BrokenLogitsError: the state is not finite.
     """
-    values = pooled[: params.dimensions]
+    values = pooled[..., : params.dimensions]
     if not np.isfinite(values).all():
         raise BrokenLogitsError()
     if params.normalize:
-        values = values / max(float(np.linalg.norm(values)), 1e-12)
+        length = np.linalg.norm(values, axis=-1, keepdims=True)
+        values = values / np.maximum(length, 1e-12)
     return np.ascontiguousarray(values, dtype=np.float32)

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineArgs, EngineConfig
-from quire.features.call import CallType, PromptReader, RequestCheck
+from quire.features.call import CallType, PromptReader
 from quire.features.registry import installed_features
 from quire.features.spec import FeatureSpec, resolve
 
@@ -47,7 +47,8 @@ def features_at_start(
         server: whether to include the features of engines that serve clients.
     """
     captured = config.device != "cpu" and not config.eager
-    ready = complete or captured or config.args.ranks > 1
+    # No request to an encoder asks for a feature.
+    ready = (complete or captured or config.args.ranks > 1) and not config.encoder
     return [
         spec
         for spec in all_features()
@@ -64,11 +65,6 @@ def serving_config(config: EngineConfig) -> EngineConfig:
         if spec.serving:
             config = resolve(spec.serving)(config)
     return config
-
-
-def open_checks(config: EngineConfig) -> list[RequestCheck]:
-    """Returns the request checks of all features, for the process where requests arrive."""
-    return [resolve(spec.request_check)(config) for spec in all_features() if spec.request_check]
 
 
 def open_prompt_reader(config: EngineConfig) -> PromptReader | None:

@@ -112,10 +112,11 @@ def place_parts(
 
 
 def check_length(count: int, config: EngineConfig) -> None:
-    """Raises PromptTooLongError if a prompt of `count` tokens leaves no room for a new one."""
-    limit = config.scheduler.max_model_len
-    if count >= limit:
-        raise PromptTooLongError(count, limit)
+    """Raises PromptTooLongError if a prompt of `count` tokens is too long, or leaves no room for a
+    new token where one is generated."""
+    if count > config.longest_prompt:
+        limit = config.scheduler.max_model_len
+        raise PromptTooLongError(count, limit, generates=not config.encoder)
 
 
 def one_each(params: Params | Sequence[Params] | None, count: int, default: Params) -> list[Params]:

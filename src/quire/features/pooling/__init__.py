@@ -9,6 +9,7 @@ FEATURE = FeatureSpec(
     loop="quire.features.pooling.feature:open_pooling",
     hook="quire.features.pooling.hook:open_pooler",
     config="quire.features.pooling.model_settings:embedding_settings",
+    needed=lambda config: config.encoder,
     requested=lambda params, options: options.get("pooling") is not None,
     fields="quire.features.pooling.fields:FIELDS",
 )

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from quire.arrays import int32
 from quire.config import EngineConfig
+from quire.errors import RequestError
 from quire.executor import Capacity, Executor
+from quire.features.call import RequestField
 from quire.features.loop_feature import LoopFeature
+from quire.features.pooling.fields import SECOND_TEXT
 from quire.plan import RowFlag
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
 COLUMN = "pooled"
 """The column that a plan writes for pooled rows. A value is a `Share`."""
+TYPES_COLUMN = "second_text"
+"""The column of positions from which on tokens have type 1."""
+NO_SECOND_TEXT = 2**30
 
 
 class Share(enum.IntFlag):
@@ -22,11 +30,17 @@ class Share(enum.IntFlag):
     - MEAN: the row's states are added up.
     - BEGINS: the row begins at the first token.
     - ENDS: the row completes the vector.
+    - FIRST, LARGEST: an encoder's row, which gives the first state, or the largest numbers.
     """
 
     MEAN = 1
     BEGINS = 2
     ENDS = 4
+    FIRST = 8
+    LARGEST = 16
+
+
+_OF_KIND = {"mean": int(Share.MEAN), "cls": int(Share.FIRST), "max": int(Share.LARGEST)}
 
 
 class PoolingFeature(Feature, LoopFeature):
@@ -73,11 +87,54 @@ class PoolingFeature(Feature, LoopFeature):
 
     @staticmethod
     def _share(request: Request, q_len: int) -> Share:
-        if request.pooling == "last":
-            return Share(0)
-        return Share.MEAN | Share.BEGINS if request.planned == q_len else Share.MEAN
+        share = Share(_OF_KIND.get(str(request.pooling), 0))
+        if share & Share.MEAN and request.planned == q_len:
+            share |= Share.BEGINS
+        return share
+
+
+class EncoderFeature(PoolingFeature):
+    """Serves encoders: every request is pooled, and its prompt is one row.
+
+    Args:
+        types: whether the model tells the texts of a pair apart.
+    """
+
+    def __init__(self, *, types: bool) -> None:
+        super().__init__()
+        self._types = types
+        self._second: dict[str, int] = {}
+
+    def admit(self, request: Request) -> RequestError | None:
+        if request.pooling is not None:
+            return None
+        return RequestError(
+            "this model is an encoder and generates no text: use /v1/embeddings, /score, /rerank "
+            "or /classify",
+            code="model_generates_nothing",
+        )
+
+    def fields(self) -> Mapping[RequestField[Any], Callable[[str, Any], None]]:
+        return {SECOND_TEXT: self._set_second}
+
+    def _set_second(self, request_id: str, position: int) -> None:
+        self._second[f"{request_id}/0"] = position
+
+    def plan(self, builder: PlanBuilder) -> None:
+        requests = builder.requests
+        shares = [_OF_KIND.get(str(request.pooling), 0) | int(Share.ENDS) for request in requests]
+        builder.write(COLUMN, builder.lanes, int32(shares))
+        builder.skip_sampling(range(len(requests)))
+        if self._types:
+            second = [self._second.get(each.request_id, NO_SECOND_TEXT) for each in requests]
+            builder.write(TYPES_COLUMN, builder.lanes, int32(second))
+
+    def finish(self, request: Request) -> None:
+        self._second.pop(request.request_id, None)
 
 
 def open_pooling(config: EngineConfig) -> PoolingFeature:
     """Returns the feature for an engine."""
-    return PoolingFeature()
+    if not config.encoder:
+        return PoolingFeature()
+    return EncoderFeature(types=config.task == "classify")

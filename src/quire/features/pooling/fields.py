@@ -1,9 +1,11 @@
-"""The request field for embeddings."""
+"""The request fields for vectors and classes."""
 
 from __future__ import annotations
 
 from quire.features.call import RequestField
 
 POOLING: RequestField[str] = RequestField("pooling.kind", str, option="pooling")
-"""The pooling of the request's prompt: a `Pooling`."""
-FIELDS = (POOLING,)
+"""Result of the request's prompt: a `Pooling`, "classes" or "tokens"."""
+SECOND_TEXT: RequestField[int] = RequestField("pooling.second_text", int)
+"""Position at which the second text of a pair begins, for models with token types."""
+FIELDS = (POOLING, SECOND_TEXT)

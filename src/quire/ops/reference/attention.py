@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.arguments import Scratch
-from quire.ops.kv import KVFormat, KVLayer
+from quire.ops.kv import AttentionHeads, KVFormat, KVLayer
 from quire.ops.reference import kv8
 from quire.ops.reference.cache import head_rows, host_reads
 
@@ -94,6 +94,7 @@ def attention_schedule(
     tokens: int,
     max_q_len: int,
     window: int | None = None,
+    even: bool | None = None,
 ) -> Any:
     """Returns a schedule of `paged_attention` for a step's rows.
 
@@ -111,6 +112,20 @@ def attention_schedule(
         tokens: T, padding included.
         max_q_len: see `paged_attention`.
         window: see `paged_attention`.
+        even: whether each row's KV may stay whole, because no row has more than `most_skew` times
+            the mean. None if that is unknown.
+    """
+    return None
+
+
+def most_skew(seq_lens: Tensor, attention: AttentionHeads) -> float | None:
+    """Returns how often the mean length a decode may have if all decodes' KV is to stay whole.
+
+    Returns None if the schedule does not depend on `even`.
+
+    Args:
+        seq_lens: int32 [R], of which only the size counts.
+        attention: the attention of the layers.
     """
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -116,7 +117,9 @@ def rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
     return heads.copy_(turned)
 
 
-def segment_attention(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
+def segment_attention(
+    qkv: Tensor, starts: Tensor, longest: int, reach: int | None = None
+) -> Tensor:
     """Returns the outputs of attention within segments, [T, heads, D].
 
     Scores are divided by the root of D.
@@ -126,12 +129,31 @@ def segment_attention(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
         starts: int32 [segments + 1], the first token of each segment, and the end of the last.
             Outputs of tokens behind it are undefined.
         longest: most tokens of a segment.
+        reach: a token attends to tokens at most this far away, on both sides; None for all.
     """
     del longest  # Kernels need it for their launch.
     out = torch.zeros_like(qkv[:, 0])
-    ends = starts.tolist()
-    for low, high in itertools.pairwise(ends):
-        q, k, v = qkv[low:high].permute(1, 2, 0, 3).unsqueeze(1)
-        own = F.scaled_dot_product_attention(q, k, v)
-        out[low:high] = own.squeeze(0).transpose(0, 1)
+    for rows in _equal_segments(starts.tolist()):
+        length = rows.shape[1]
+        q, k, v = qkv[rows].permute(2, 0, 3, 1, 4)
+        mask = None
+        if reach is not None and reach < length - 1:
+            at = torch.arange(length, device=qkv.device)
+            mask = (at.unsqueeze(1) - at).abs() <= reach
+        own = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out[rows] = own.transpose(1, 2)
     return out
+
+
+def _equal_segments(ends: list[int]) -> Iterator[Tensor]:
+    """Yields the tokens of all segments of one length, int64 [segments, length], for each length.
+
+    Args:
+        ends: the first token of each segment, and the end of the last.
+    """
+    by_length: dict[int, list[int]] = {}
+    for low, high in itertools.pairwise(ends):
+        by_length.setdefault(high - low, []).append(low)
+    for length, lows in by_length.items():
+        if length:
+            yield torch.tensor(lows).unsqueeze(1) + torch.arange(length)

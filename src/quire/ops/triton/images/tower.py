@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from quire.ops.reference import images as reference
 from quire.ops.triton.launch import launch, traits
@@ -47,7 +46,9 @@ def rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
     return heads
 
 
-def segment_attention(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
+def segment_attention(
+    qkv: Tensor, starts: Tensor, longest: int, reach: int | None = None
+) -> Tensor:
     """Returns the outputs of attention within segments. See `reference.images.segment_attention`.
 
     PyTorch's Flash Attention takes 16 bits and heads of multiples of 8, on sm_80 and newer.
@@ -55,7 +56,11 @@ def segment_attention(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
     q, k, v = qkv.unbind(1)
     fits = qkv.dtype in _SHORT and q.shape[-1] % 8 == 0
     if not fits or traits(qkv.device).capability < (8, 0):
-        return reference.segment_attention(qkv, starts, longest)
-    found = varlen_attn(q, k, v, starts, starts, longest, longest)
+        return reference.segment_attention(qkv, starts, longest, reach)
+    # Imported here because it imports torch._dynamo, which takes more than a second at each start.
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, -1) if reach is None else (reach, reach)
+    found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window)
     assert isinstance(found, Tensor)
     return found

@@ -13,7 +13,7 @@ from quire.ops.arguments import Activation, RmsScale
 from quire.ops.triton.launch import launch
 from quire.ops.weight import Weight, WeightFormat
 
-GATED = {"silu_and_mul": "silu", "gelu_tanh_and_mul": "gelu_tanh"}
+GATED = {"silu_and_mul": "silu", "gelu_tanh_and_mul": "gelu_tanh", "gelu_and_mul": "gelu"}
 """Activations of a layer whose weight stacks gate rows and up rows: act(gate) * up."""
 PLAIN = ("gelu", "gelu_tanh")
 """Activations that apply to each output by itself."""
@@ -139,6 +139,11 @@ class GemmPlan:
         return {
             key: v for key, v in asdict(self).items() if key not in default or v != default[key]
         }
+
+    @classmethod
+    def from_json(cls, data: Any) -> GemmPlan:
+        """See `plans.Plan`."""
+        return cls(**data)
 
 
 TORCH = GemmPlan("torch", norm="separate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
@@ -24,7 +25,7 @@ from quire.server.apis.openai.tokenize import (
 from quire.server.apis.scoring.vectors import (
     MAX_INPUTS,
     Encoding,
-    VectorFields,
+    PromptNameFields,
     VectorUsage,
     encoded,
     model_of,
@@ -39,14 +40,16 @@ from quire.server.http.strict_model import INT32_MAX, TextsOrIds
 from quire.server.state import new_id, state_of
 
 if TYPE_CHECKING:
+    from quire.arrays import Float32
     from quire.engine.loop.embedding import Embedding
 
 _MANY_NUMBERS = 50_000
 """Numbers above which the answer is written off the event loop."""
 
 
-class EmbeddingRequest(VectorFields, ConversationFields):
-    """Body of `/v1/embeddings`. `input`: a string, token ids, or a list of either.
+class EmbeddingRequest(PromptNameFields, ConversationFields):
+    """Body of `/v1/embeddings`. `input`: a string, token ids, or a list of either. `prompt_name`:
+    the model's prompt to put before each text.
 
     vLLM's `messages` may replace `input`. The chat template makes one text of the conversation, by
     default without the beginning of an answer, and the answer has one vector for that text.
@@ -98,10 +101,10 @@ class EmbeddingList(msgspec.Struct):
 
 
 class PoolingObject(msgspec.Struct):
-    """One vector, as in `EmbeddingObject`."""
+    """One vector, as in `EmbeddingObject`, or a list with a vector for each token."""
 
     index: int
-    data: list[float] | str
+    data: list[float | list[float]] | str
     object: str = "pooling"
 
 
@@ -116,7 +119,10 @@ class PoolingList(msgspec.Struct):
 
 async def embeddings(request: Request) -> Response:
     _, body = await read_fields(request, EmbeddingRequest)
-    found = await _vectors(request, body, PoolingParams(dimensions=body.dimensions))
+    _check_pooled(request)
+    found = await _vectors(
+        request, body, PoolingParams(dimensions=body.dimensions, prompt_name=body.prompt_name)
+    )
 
     def answer() -> EmbeddingList:
         data = [
@@ -131,13 +137,16 @@ async def embeddings(request: Request) -> Response:
 async def pooling(request: Request) -> Response:
     _, body = await read_fields(request, PoolingRequest)
     params = PoolingParams(
-        pooling=body.pooling, normalize=body.normalize is not False, dimensions=body.dimensions
+        pooling=body.pooling,
+        normalize=body.normalize is not False,
+        dimensions=body.dimensions,
+        prompt_name=body.prompt_name,
     )
     found = await _vectors(request, body, params)
 
     def answer() -> PoolingList:
         data = [
-            PoolingObject(index, encoded(each.values, body.encoding_format))
+            PoolingObject(index, _encoded_rows(each.values, body.encoding_format))
             for index, each in enumerate(found)
         ]
         name, now = new_id("pool"), int(time.time())
@@ -146,13 +155,23 @@ async def pooling(request: Request) -> Response:
     return await _written(found, answer)
 
 
-async def classify(request: Request) -> Response:
-    raise ApiError(
-        404,
-        "This server has no /classify: it serves no checkpoint with a classification head "
-        "(...ForSequenceClassification). /v1/embeddings and /score take texts.",
-        code="not_found",
-    )
+def _check_pooled(request: Request) -> None:
+    """Refuses embeddings of a model that has a vector for each token."""
+    if state_of(request).client.config.task == "tokens":
+        raise ApiError(
+            400,
+            "This model has a vector for each token: /pooling returns them, and /score and /rerank "
+            "compare texts by them.",
+            code="model_gives_no_vectors",
+        )
+
+
+def _encoded_rows(values: Float32, encoding: Encoding | None) -> list[float | list[float]] | str:
+    """Returns a vector as `encoded` does, or the vector of each token."""
+    if encoding == "base64":
+        return base64.b64encode(values.astype("<f4").tobytes()).decode()
+    listed: list[float | list[float]] = values.tolist()
+    return listed
 
 
 async def _vectors(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from quire.server.apis.route import Route
+from quire.server.apis.scoring.classes import ClassifyRequest, ClassList, classify
 from quire.server.apis.scoring.embeddings import (
     EmbeddingList,
     EmbeddingRequest,
     PoolingList,
     PoolingRequest,
-    classify,
     embeddings,
     pooling,
 )
@@ -26,7 +26,8 @@ ROUTES = (
           EmbeddingRequest, EmbeddingList, counted=True),
     Route("post", "/pooling", pooling, "The same, with a choice of pooling",
           PoolingRequest, PoolingList, counted=True),
-    Route("post", "/classify", classify, ""),
+    Route("post", "/classify", classify, "Classify texts",
+          ClassifyRequest, ClassList, counted=True),
     *(Route("post", path, score, "Score pairs of texts", ScoreRequest, ScoreList, counted=True)
       for path in ("/score", "/v1/score")),
     # Cohere's clients ask under /v1 and /v2.

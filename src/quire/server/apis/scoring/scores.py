@@ -1,6 +1,7 @@
-"""`/score` and `/rerank`: the similarity of texts, by the cosine of their embeddings.
+"""`/score` and `/rerank`: how alike texts are, or how relevant documents are to a query.
 
-A bi-encoder: each text becomes a vector by itself.
+A reranker reads both texts of a pair at once. Of other models each text becomes a vector, or a
+vector for each token, and the score is the similarity of both.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.loop.scoring import check_scores, pair_value, similarities
 from quire.errors import RequestError
 from quire.pooling_params import PoolingParams
 from quire.server.apis.scoring.vectors import (
@@ -21,18 +23,19 @@ from quire.server.apis.scoring.vectors import (
     VectorFields,
     VectorUsage,
     model_of,
+    pairs_of,
     read_fields,
+    run_inputs,
     usage_of,
     vectors_of,
 )
 from quire.server.errors import ApiError
 from quire.server.http.sse import json_response
 from quire.server.http.strict_model import INT32_MAX, StrictModel
-from quire.server.state import new_id
+from quire.server.state import new_id, state_of
 
 if TYPE_CHECKING:
     from quire.arrays import Float32
-    from quire.engine.loop.embedding import Embedding
 
 _UNIT = PoolingParams()
 """Vectors of length 1: the product of two of them is their cosine."""
@@ -171,10 +174,8 @@ async def score(request: Request) -> Response:
             param=other,
             code="invalid_value",
         )
-    found = await vectors_of(request, body, {one: [*first], other: [*second]}, _UNIT)
-    scores = _cosines(found[one], found[other]).tolist()
-    data = [ScoreObject(index, each) for index, each in enumerate(scores)]
-    usage = usage_of([*found[one], *found[other]])
+    scores, usage = await _scored(request, body, (one, first), (other, second))
+    data = [ScoreObject(index, each) for index, each in enumerate(scores.tolist())]
     now = int(time.time())
     return json_response(ScoreList(new_id("score"), now, model_of(request), data, usage))
 
@@ -182,21 +183,41 @@ async def score(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     _, body = await read_fields(request, RerankRequest)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
-    found = await vectors_of(request, body, {"query": [body.query], "documents": [*texts]}, _UNIT)
-    scores = _cosines(found["query"], found["documents"])
+    scores, usage = await _scored(request, body, ("query", [body.query]), ("documents", texts))
     order = np.argsort(-scores, kind="stable")[: body.top_n or None]
     shown = body.return_documents is not False
     results = [
         RankedDocument(place, float(scores[place]), RankedText(texts[place]) if shown else None)
         for place in order.tolist()
     ]
-    usage = usage_of([*found["query"], *found["documents"]])
     return json_response(RerankAnswer(new_id("rerank"), model_of(request), results, usage))
 
 
-def _cosines(first: list[Embedding], second: list[Embedding]) -> Float32:
-    """Returns the cosines of pairs of unit vectors, float32; one `first` belongs to all."""
-    left = np.stack([each.values for each in first])
-    right = np.stack([each.values for each in second])
-    products: Float32 = (left * right).sum(axis=1, dtype=np.float32)
-    return np.clip(products, -1.0, 1.0)
+async def _scored(
+    request: Request,
+    body: VectorFields,
+    one: tuple[str, list[str]],
+    other: tuple[str, list[str]],
+) -> tuple[Float32, VectorUsage]:
+    """Returns the scores of pairs, float32 [pairs], and the usage.
+
+    Args:
+        one: the field and the first texts, one for all pairs or one for each.
+        other: the field and the second texts.
+    """
+    config = state_of(request).client.config
+    check_scores(config)
+    (first_field, first), (second_field, second) = one, other
+    if config.task == "classify":
+        queries = first * (len(second) // len(first))
+        pairs = list(zip(queries, second, strict=True))
+        inputs = await pairs_of(request, body, second_field, pairs)
+        found = await run_inputs(
+            request, body, inputs, "classes", lambda raw: pair_value(raw, config)
+        )
+        return np.concatenate([each.values for each in found]), usage_of(found)
+    vectors = await vectors_of(
+        request, body, {first_field: [*first], second_field: [*second]}, _UNIT
+    )
+    both = [[each.values for each in vectors[field]] for field in (first_field, second_field)]
+    return similarities(*both), usage_of([*vectors[first_field], *vectors[second_field]])

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 
-from quire.engine.loop.embedding import Embedding, finish, pooling_of
+from quire.engine.loop.embedding import Embedding, finish, pooling_of, with_prompt
 from quire.errors import OverloadedError, RequestError
-from quire.features.pooling.fields import POOLING
+from quire.features.call import RequestField
+from quire.features.pooling.fields import POOLING, SECOND_TEXT
 from quire.pooling_params import PoolingParams
 from quire.server.apis.openai.convert import estimate_tokens, prompt_text, tokenized
 from quire.server.apis.openai.vocabulary import prompt_room, prompt_tokens
@@ -26,6 +28,7 @@ from quire.server.http.bodies import Model, read_body
 from quire.server.http.sse import unless_disconnected
 from quire.server.http.strict_model import INT32_MAX, Name, StrictModel, TruncationSide, check_side
 from quire.server.state import ServerState, new_id, state_of
+from quire.text.pairs import cut_text, encode_pair
 
 if TYPE_CHECKING:
     from quire.arrays import Float32
@@ -60,6 +63,27 @@ class VectorFields(StrictModel):
         return self
 
 
+class PromptNameFields(VectorFields):
+    """Fields of routes that may put one of the model's prompts before each text."""
+
+    prompt_name: Name | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A prompt to run.
+
+    Attributes:
+        field: the field of the request that it comes from, which errors name.
+        prompt: a text or token ids.
+        second: where the second text of a pair begins, or None.
+    """
+
+    field: str
+    prompt: Prompt
+    second: int | None = None
+
+
 class VectorUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
@@ -88,24 +112,58 @@ async def vectors_of(
     Raises:
         ApiError, RequestError: a prompt is wrong, or the time is over. The other prompts end then.
     """
-    state, context = state_of(request), context_of(request)
+    config = state_of(request).client.config
+    kind = pooling_of(params, config)
     inputs = []
     for field, prompts in groups.items():
-        if any(isinstance(prompt, str) for prompt in prompts):
-            state.tokenizer(field)
         with blame_field(field):
-            found = await _tokenized(state, body, prompts)
-        inputs += [(field, prompt) for prompt in found]
-    if state.args.log_prompts:
-        context.prompts += [prompt_text(state.client.tokenizer, prompt) for _, prompt in inputs]
-    context.take_tokens(sum(estimate_tokens(prompt) for _, prompt in inputs), 0)
-    vectors = await unless_disconnected(
-        request.receive, _run_all(state, context, body, inputs, params)
-    )
+            prompted = [with_prompt(prompt, params, config) for prompt in prompts]
+        inputs += await inputs_of(request, body, field, prompted)
+    vectors = await run_inputs(request, body, inputs, kind, lambda raw: finish(raw, params))
     answer: dict[str, list[Embedding]] = {field: [] for field in groups}
-    for (field, _), vector in zip(inputs, vectors, strict=True):
-        answer[field].append(vector)
+    for each, vector in zip(inputs, vectors, strict=True):
+        answer[each.field].append(vector)
     return answer
+
+
+async def inputs_of(
+    request: Request, body: VectorFields, field: str, prompts: list[Prompt]
+) -> list[Input]:
+    """Returns prompts as inputs. Many or long texts are tokenized off the event loop.
+
+    Args:
+        field: the field that they come from, which errors name.
+    """
+    state = state_of(request)
+    if any(isinstance(prompt, str) for prompt in prompts):
+        state.tokenizer(field)
+    with blame_field(field):
+        return [Input(field, prompt) for prompt in await _tokenized(state, body, prompts)]
+
+
+async def run_inputs(
+    request: Request,
+    body: VectorFields,
+    inputs: list[Input],
+    kind: str,
+    finish: Callable[[Float32], Float32],
+) -> list[Embedding]:
+    """Returns what the engine makes of all inputs, in their order.
+
+    Args:
+        kind: the value of the request field `POOLING`.
+        finish: turns what the engine returns into an embedding's values.
+
+    Raises:
+        ApiError, RequestError: as `vectors_of`.
+    """
+    state, context = state_of(request), context_of(request)
+    if state.args.log_prompts:
+        context.prompts += [prompt_text(state.client.tokenizer, each.prompt) for each in inputs]
+    context.take_tokens(sum(estimate_tokens(each.prompt) for each in inputs), 0)
+    return await unless_disconnected(
+        request.receive, _run_all(state, context, body, inputs, kind, finish)
+    )
 
 
 def model_of(request: Request) -> str:
@@ -126,8 +184,42 @@ def encoded(values: Float32, encoding: Encoding | None) -> list[float] | str:
     return listed
 
 
+async def pairs_of(
+    request: Request, body: VectorFields, field: str, pairs: list[tuple[str, str]]
+) -> list[Input]:
+    """Returns pairs of texts as inputs, tokenized off the event loop.
+
+    Args:
+        field: the field of the second texts, which errors name.
+    """
+    state = state_of(request)
+    tokenizer, config = state.tokenizer(field), state.client.config
+    most = _most_kept(state, body)
+
+    def tokenized() -> list[Input]:
+        found = []
+        for first, second in pairs:
+            ids, start = encode_pair(
+                tokenizer, first, second, most=most, longest=config.longest_prompt,
+                side=body.truncation_side,
+            )  # fmt: skip
+            found.append(Input(field, ids.tolist(), start))
+        return found
+
+    with blame_field(field):
+        return await asyncio.to_thread(tokenized)
+
+
+def _most_kept(state: ServerState, body: VectorFields) -> int | None:
+    """Returns the tokens to which an encoder's text is cut, or None."""
+    keep, longest = body.truncate_prompt_tokens, state.client.config.longest_prompt
+    return longest if keep == -1 else keep
+
+
 async def _tokenized(state: ServerState, body: VectorFields, prompts: list[Prompt]) -> list[Prompt]:
     most, keep = state.client.config.scheduler.max_model_len, body.truncate_prompt_tokens
+    if keep is not None and state.client.config.encoder:
+        return await _cut_texts(state, body, prompts)
     if keep is None:
         return await tokenized(state.client.tokenizer, prompts, most)
     room = prompt_room(keep, most, None)
@@ -141,17 +233,32 @@ async def _tokenized(state: ServerState, body: VectorFields, prompts: list[Promp
     )
 
 
+async def _cut_texts(state: ServerState, body: VectorFields, prompts: list[Prompt]) -> list[Prompt]:
+    """Returns an encoder's prompts as token ids. Texts keep their special tokens."""
+    tokenizer, most = state.client.tokenizer, _most_kept(state, body)
+    assert most is not None
+
+    def cut(prompt: Prompt) -> Prompt:
+        if isinstance(prompt, str) and tokenizer is not None:
+            return cut_text(tokenizer, prompt, most, body.truncation_side).tolist()  # type: ignore[no-any-return]
+        assert not isinstance(prompt, str)  # the route has refused it
+        return prompt[-most:] if body.truncation_side == "left" else prompt[:most]
+
+    return await asyncio.to_thread(lambda: [cut(prompt) for prompt in prompts])
+
+
 async def _run_all(
     state: ServerState,
     context: RequestContext,
     body: VectorFields,
-    inputs: list[tuple[str, Prompt]],
-    params: PoolingParams,
+    inputs: list[Input],
+    kind: str,
+    finish: Callable[[Float32], Float32],
 ) -> list[Embedding]:
     """Runs all prompts; one that fails ends the others."""
     name = new_id("embd")
     tasks = [
-        asyncio.create_task(_run(state, context, body, each, params, f"{name}-{index}"))
+        asyncio.create_task(_run(state, context, body, each, kind, finish, f"{name}-{index}"))
         for index, each in enumerate(inputs)
     ]
     try:
@@ -173,8 +280,9 @@ async def _run(
     state: ServerState,
     context: RequestContext,
     body: VectorFields,
-    named: tuple[str, Prompt],
-    params: PoolingParams,
+    each: Input,
+    kind: str,
+    finish: Callable[[Float32], Float32],
     name: str,
 ) -> Embedding:
     metrics, start = state.metrics, time.perf_counter()
@@ -182,19 +290,21 @@ async def _run(
     metrics.started.inc()
     reason = "abort"
     try:
-        with blame_field(named[0]):
-            pooling = pooling_of(params, state.client.config)
+        with blame_field(each.field):
+            fields: dict[RequestField[Any], Any] = {**context.fields, POOLING: kind}
+            if each.second is not None:
+                fields[SECOND_TEXT] = each.second
             vector = await state.client.vector(
-                named[1],
+                each.prompt,
                 request_id=name,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 tenant=context.tenant,
                 share=context.share,
-                fields={**context.fields, POOLING: pooling},
+                fields=fields,
             )
             found = Embedding(
-                finish(vector.values, params),
+                finish(vector.values),
                 vector.prompt_token_ids,
                 vector.num_cached_tokens,
                 vector.queued,
