@@ -3,13 +3,16 @@
     python bench/ladder.py                                       # quire-tiny, on this machine's CPU
     python bench/ladder.py --device cuda --out bench/results/h200_ladder.jsonl    # a GPU
     python bench/ladder.py bench/configs/gpt2 --device cuda --tables              # GPT-2's tables
-    python bench/ladder.py --device cuda --only qwen3-0.6b --seconds 180      # one of the three
+    python bench/ladder.py --device cuda --only qwen3-0.6b --seconds 180      # one of the four
 
-Every rung serves the same requests. Prompts share a beginning, have different lengths and arrive
-one after the other. The first rungs are `bench/baselines`. The others are the engine with more and
-more switches on. A rung's tokens are compared with the first rung's; some rungs may change them.
-Rungs that need a GPU, fail or take too long are named and left out. On a CPU only ratios are
-recorded. Random weights soon repeat themselves, so lookup drafts gain more than on real text.
+Every rung serves the same requests: on a GPU 256, with answers of 128 to 384 tokens. Prompts share
+a beginning, have different lengths and arrive one after the other. The first rungs are
+`bench/baselines`, on a GPU captured in CUDA graphs; those that serve one request at a time serve
+the first few only, because their speed does not depend on the number. The others are the engine
+with more and more switches on. A rung's tokens are compared with the first rung's; some rungs may
+change them. Rungs that need a GPU, fail or take too long are named and left out. On a CPU only
+ratios are recorded. Random weights soon repeat themselves, so lookup drafts gain more than on real
+text.
 """
 
 from __future__ import annotations
@@ -47,13 +50,15 @@ from quire.tools.bench.record import BenchRecord, append_jsonl, format_table, ma
 
 sys.path.insert(0, str(Path(__file__).parent / "baselines"))
 from batching import Clock, Job, cached, continuous, naive, static
+from graphed_model import GraphedModel
 from plain_model import PlainModel
 
 import ladder_report
 
 CONFIGS = Path(__file__).parent / "configs"
-MODELS = ("gpt2", "qwen3-0.6b", "qwen2.5-1.5b")
+MODELS = ("qwen3-0.6b", "smollm2-135m", "gpt2", "qwen2.5-1.5b")
 """Measured on a GPU unless others are named."""
+USERS = 1, 2, 4, 8, 16, 32, 64, 128
 BLOCK = 16
 NAIVE = "naive recompute"
 RATIOS = ("to_naive", "to_before", "same_texts", "ratio", "to_one", "longest_percent")
@@ -69,6 +74,7 @@ class Rung:
         on: optimizations that this rung and later ones enable.
         gpu: the rung needs a GPU to mean anything.
         exact: the tokens must stay the same.
+        alone: it serves one request at a time.
     """
 
     name: str
@@ -77,14 +83,15 @@ class Rung:
     on: tuple[str, ...] = ()
     gpu: bool = False
     exact: bool = True
+    alone: bool = False
 
 
 def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
     """Returns the rungs, for batches of `slots` rows and steps of `budget` tokens."""
     speculative = {"method": "suffix"} if draft is None else {"model": draft}
     return [
-        Rung(NAIVE, naive),
-        Rung("KV cache", cached),
+        Rung(NAIVE, naive, alone=True),
+        Rung("KV cache", cached, alone=True),
         Rung("static batch", lambda model, jobs, clock: static(model, jobs, clock, size=slots)),
         Rung(
             "time-window batch",
@@ -140,19 +147,23 @@ def serve(
         TimeoutError: a run takes longer than `limit` seconds.
     """
     core = build_core(resolve(EngineArgs(**settings)))
-
-    def run(work: Sequence[Job]) -> tuple[list[Job], Clock]:
-        own, clock = fresh(work), Clock(device, limit)
-        # No run may find what another one left.
-        core.scheduler.reset_prefix_cache()
-        _drive(core, own, clock)
-        return own, clock
-
     try:
-        run([Job(job.prompt, 3) for job in jobs[:2]])
-        return min((run(jobs) for _ in range(repeats)), key=lambda found: found[1].now)
+        run(core, [Job(job.prompt, 3) for job in jobs[:2]], device, limit)
+        runs = (run(core, jobs, device, limit) for _ in range(repeats))
+        return min(runs, key=lambda found: found[1].now)
     finally:
         core.shutdown()
+
+
+def run(
+    core: Any, jobs: Sequence[Job], device: torch.device, limit: float
+) -> tuple[list[Job], Clock]:
+    """Runs an engine over requests. Returns them with their tokens, and the clock."""
+    own, clock = fresh(jobs), Clock(device, limit)
+    # No run may find what another one left.
+    core.scheduler.reset_prefix_cache()
+    _drive(core, own, clock)
+    return own, clock
 
 
 def fresh(jobs: Sequence[Job]) -> list[Job]:
@@ -199,7 +210,8 @@ def load_plain(path: Path, args: argparse.Namespace) -> PlainModel:
     torch.backends.cuda.enable_cudnn_sdp(False)
     decoder = build_model(spec_from_config(load_config(path)), device=args.device, dtype=dtype)
     load_weights(decoder, path, _format(path))
-    return PlainModel(decoder)
+    plain = PlainModel(decoder)
+    return plain if args.device == "cpu" else GraphedModel(plain)
 
 
 def _format(path: Path) -> str:
@@ -244,7 +256,11 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
             if limit <= 0:
                 raise TimeoutError("no time")
             if rung.baseline is not None and plain is not None:
-                own, clock = fresh(jobs), Clock(device, limit)
+                served = jobs[: args.alone] if rung.alone else jobs
+                own, clock = fresh(served), Clock(device, limit)
+                if isinstance(plain, GraphedModel):
+                    rows = 1 if rung.alone else args.slots
+                    plain.capture(rows, max(job.total for job in jobs))
                 # The first call on a device makes what later ones find.
                 rung.baseline(plain, [Job(jobs[0].prompt, 2)], Clock(device, limit))
                 rung.baseline(plain, own, clock)
@@ -261,7 +277,9 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
         outputs = [job.output for job in own]
         reference = reference or outputs
         speeds[rung.name] = best["output_tok_s"]
-        same = sum(a == b for a, b in zip(outputs, reference, strict=True)) / len(jobs)
+        # A rung that serves one request at a time has the outputs of the first few.
+        pairs = list(zip(outputs, reference, strict=False))
+        same = sum(a == b for a, b in pairs) / len(pairs)
         if rung.exact and device.type == "cpu" and same < 1.0:
             raise SystemExit(f"{rung.name}: {same:.0%} of the texts are those of the first rung")
         *before, last = speeds.values()
@@ -276,7 +294,7 @@ def climb(path: Path, args: argparse.Namespace) -> Iterator[BenchRecord]:
             settings={
                 "requests": args.requests, "shared": args.shared, "own": args.own,
                 "length": args.length, "span": args.span, "slots": args.slots,
-                "budget": args.budget,
+                "budget": args.budget, "alone": args.alone, "graphs": device.type == "cuda",
             },
         )  # fmt: skip
 
@@ -309,11 +327,14 @@ def comparisons(
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         jobs = requests(count, 0, (prompt, prompt), (length, length), 0.0, vocab)
+        if isinstance(plain, GraphedModel):
+            plain.capture(1 if run in (naive, cached) else count, prompt + length)
         clock = Clock(device, args.limit)
         run(plain, jobs, clock)
         return figures(jobs, clock)
 
     def record(metrics: dict[str, float], **settings: Any) -> BenchRecord:
+        settings["graphs"] = device.type == "cuda"
         return make_record("", metrics, device=args.device, settings=settings)
 
     def cache(prompt: int, length: int) -> BenchRecord:
@@ -324,14 +345,6 @@ def comparisons(
     def batch(size: int) -> BenchRecord:
         found = measure(lambda *work: static(*work, size=size), size, 16, 48)
         alone = measure(cached, 1, 16, 48)["output_tok_s"]
-        return record({**found, "to_one": found["output_tok_s"] / alone})
-
-    def users(prompt: int) -> BenchRecord:
-        alone = measure(cached, 8, prompt, 48)["output_tok_s"]
-        jobs = requests(64, 0, (prompt, prompt), (48, 48), 0.0, vocab)
-        on = {"enable_chunked_prefill": True, "steps_in_flight": 2, "max_num_seqs": 64}
-        settings = {**plain_settings(path, args, jobs), **on}
-        found = figures(*serve(settings, jobs, device, repeats=args.repeats, limit=args.limit))
         return record({**found, "to_one": found["output_tok_s"] / alone})
 
     def kernels(run: Runner) -> BenchRecord:
@@ -348,10 +361,39 @@ def comparisons(
             yield f"cache:{prompt}+{length}", functools.partial(cache, prompt, length)
     for size in (1, 8, 128, 512):
         yield f"static:{size}", functools.partial(batch, size)
-    for prompt in (each for each in (16, 64, 256) if each + 48 <= longest):
-        yield f"users-64:{prompt}", functools.partial(users, prompt)
     for name, run in (("recompute", naive), ("cache", cached)):
         yield f"kernels:{name}", functools.partial(kernels, run)
+    alone = measure(cached, 2, 16, 48)["output_tok_s"]
+    for name, compare in users(path, args, vocab):
+        yield name, lambda compare=compare: record(_to_one(compare(), alone))
+
+
+def users(
+    path: Path, args: argparse.Namespace, vocab: int
+) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    """Yields what measures the engine with 1 to 128 users at once, by name."""
+    device = torch.device(args.device)
+    every = requests(USERS[-1], 0, (16, 16), (48, 48), 0.0, vocab)
+    on = {
+        "enable_chunked_prefill": True, "steps_in_flight": 2, "max_num_seqs": USERS[-1],
+        "max_num_batched_tokens": 2048,
+    }  # fmt: skip
+    core = build_core(resolve(EngineArgs(**{**plain_settings(path, args, every), **on})))
+
+    def measure(count: int) -> dict[str, float]:
+        runs = (run(core, every[:count], device, args.limit) for _ in range(args.repeats))
+        return figures(*min(runs, key=lambda found: found[1].now))
+
+    try:
+        run(core, every[:2], device, args.limit)
+        for count in USERS:
+            yield f"users:{count}", functools.partial(measure, count)
+    finally:
+        core.shutdown()
+
+
+def _to_one(found: dict[str, float], alone: float) -> dict[str, float]:
+    return {**found, "to_one": found["output_tok_s"] / alone}
 
 
 def profiled(work: Callable[[], Any], device: torch.device) -> dict[str, float]:
@@ -399,8 +441,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("models", nargs="*", help="folders; a config.json alone: random weights")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--requests", type=int, help="default: 8, and 24 on a GPU")
-    parser.add_argument("--slots", type=int, help="rows of a batch; default: 4, and 16 on a GPU")
+    parser.add_argument("--requests", type=int, help="default: 8, and 256 on a GPU")
+    parser.add_argument("--slots", type=int, help="rows of a batch; default: 4, and 256 on a GPU")
+    parser.add_argument("--alone", type=int, help="requests of rungs that serve one at a time")
     parser.add_argument("--shared", type=int, help="tokens that all prompts begin with")
     parser.add_argument("--own", type=_pair, metavar="LOW-HIGH", help="tokens of their own")
     parser.add_argument("--length", type=_pair, metavar="LOW-HIGH", help="tokens of an answer")
@@ -419,8 +462,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--plot needs matplotlib")
     small = args.device == "cpu"
     for name, on_cpu, on_gpu in (
-        ("requests", 8, 24), ("slots", 4, 16), ("shared", 32, 256), ("own", (8, 32), (64, 256)),
-        ("length", (8, 24), (32, 128)), ("budget", 64, 512), ("repeats", 1, 2),
+        ("requests", 8, 256), ("slots", 4, 256), ("shared", 32, 256), ("own", (8, 32), (64, 256)),
+        ("length", (8, 24), (128, 384)), ("budget", 64, 2048), ("repeats", 1, 2),
+        ("alone", 8, 4),
     ):  # fmt: skip
         if getattr(args, name) is None:
             setattr(args, name, on_cpu if small else on_gpu)

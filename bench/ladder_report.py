@@ -1,7 +1,9 @@
-"""The ladder's rungs as a table and a picture, out of the records of `bench/ladder.py`."""
+"""The ladder's rungs as a table and a picture, and GPT-2's tables, out of the records of
+`bench/ladder.py` and `bench/baselines/contiguous.py`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,8 +21,14 @@ PUBLISHED = {
     "speculation": "1.7 to 2.2 × on chat (Llama-7B)",
 }
 """Figures that other small engines have published of a rung."""
-_LINEAR = 20.0
-"""The largest ratio that is drawn on a linear axis."""
+_CASES = (
+    (re.compile(r"cache:(\d+)\+(\d+)"), "one request, {} in, {} out", "ratio", "recomputing"),
+    (re.compile(r"static:(\d+)"), "static batch of {}", "to_one", "one at a time"),
+    (re.compile(r"users:(\d+)"), "{} users, Quire", "to_one", "one at a time"),
+    (re.compile(r"users-(\d+):16"), "{} users, Quire", "to_one", "one at a time"),
+)
+"""GPT-2's cases: pattern, label, and the ratio with what it compares to."""
+_SPEEDS = "cache_tok_s", "output_tok_s"
 
 
 def load() -> list[BenchRecord]:
@@ -30,14 +38,16 @@ def load() -> list[BenchRecord]:
 
 
 def climbs(records: Sequence[BenchRecord]) -> dict[str, dict[str, float]]:
-    """Returns each rung's output tokens a second as a multiple of the first rung's, by model and
-    machine, then by rung. Of records of the same the latest counts."""
+    """Returns each rung's output tokens a second as a multiple of the first rung's, by model,
+    machine and load, then by rung. Of records of the same the latest counts."""
     found: dict[str, dict[str, float]] = {}
     for record in records:
         # Without the first rung there is no ratio to it.
         if record.case.startswith(_PREFIX) and "to_naive" in record.metrics:
-            own = found.setdefault(f"{record.model}, {record.card}", {})
-            own[record.case.removeprefix(_PREFIX)] = record.metrics["to_naive"]
+            requests = record.settings.get("requests", "some")
+            name = f"{record.model}, {record.card}, {requests} requests"
+            rung = record.case.removeprefix(_PREFIX)
+            found.setdefault(name, {})[rung] = record.metrics["to_naive"]
     return found
 
 
@@ -58,25 +68,88 @@ def rungs(records: Sequence[BenchRecord]) -> str:
     return table(["rung", *found, "published by others"], rows) if rows else ""
 
 
+def gpt2(records: Sequence[BenchRecord]) -> str:
+    """Returns a row for each comparison of `bench/ladder.py --tables`; "" without records."""
+    found = {record.case: record for record in records if record.model == "gpt2"}
+    rows = []
+    for pattern, label, ratio, other in _CASES:
+        for case, record in found.items():
+            if match := pattern.fullmatch(case):
+                metrics = record.metrics
+                speed = next(metrics[name] for name in _SPEEDS if name in metrics)
+                ratio_text = f"{number(metrics[ratio])} × {other}"
+                graphs = "graphs" if record.settings.get("graphs") else "launch by launch"
+                rows.append(
+                    [
+                        label.format(*match.groups()),
+                        f"{speed:,.0f}",
+                        ratio_text,
+                        graphs,
+                        record.card,
+                    ]
+                )
+    return table(["", "tokens/s", "that is", "baseline", "card"], rows) if rows else ""
+
+
+def load_tables() -> list[BenchRecord]:
+    """Returns the records of `--tables` of all machines."""
+    files = sorted(RESULTS.glob("*_ladder_tables.jsonl"))
+    return [record for file in files for record in read_jsonl(file)]
+
+
+def reserved(records: Sequence[BenchRecord]) -> str:
+    """Returns a row for each batch of `bench/baselines/contiguous.py`; "" without records."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for record in records:
+        if match := re.fullmatch(r"contiguous-(\d+)", record.case):
+            found[record.card, int(match[1])] = record.metrics
+    rows = []
+    for (card, batch), metrics in sorted(found.items()):
+        cells = [
+            f"{metrics[f'{kind}_{name}']:{form}}"
+            if f"{kind}_{name}" in metrics
+            else "out of memory"
+            for name, form in (("memory_gb", ".2f"), ("tok_s", ",.0f"))
+            for kind in ("contiguous", "quire")
+        ]
+        ratio = metrics.get("memory_gb_ratio")
+        rows.append([str(batch), *cells, "–" if ratio is None else f"{ratio:.2g} ×", card])
+    header = ["batch", "reserved, GB", "blocks, GB", "reserved, tokens/s", "blocks, tokens/s"]
+    return table([*header, "reserved ÷ blocks, memory", "card"], rows) if rows else ""
+
+
+def load_reserved() -> list[BenchRecord]:
+    files = sorted(RESULTS.glob("*_kv.jsonl"))
+    return [record for file in files for record in read_jsonl(file)]
+
+
 def plot(records: Sequence[BenchRecord], path: Path) -> None:
-    """Draws the same as bars."""
+    """Draws what each rung gains or loses, as bars from the rung before to the rung."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     found = climbs(records)
     names = order(found)
-    height = 0.16 * len(names) * max(1.2, len(found)) + 1
-    figure = Figure(figsize=(8, height), layout="constrained")
-    panel = figure.subplots()
-    for place, (machine, own) in enumerate(found.items()):
-        rows = [names.index(name) + 0.8 * (place + 0.5) / len(found) - 0.4 for name in own]
-        color = plots.COLORS[place % len(plots.COLORS)]
-        bars = panel.barh(rows, list(own.values()), 0.8 / len(found), label=machine, color=color)
-        panel.bar_label(bars, [f"{value:.3g} ×" for value in own.values()], padding=2, fontsize=8)
-    panel.set_yticks(range(len(names)), names)
-    panel.invert_yaxis()
-    if max(value for own in found.values() for value in own.values()) > _LINEAR:
+    columns = min(2, len(found))
+    lines = -(-len(found) // columns)
+    figure = Figure(figsize=(8, lines * (0.24 * len(names) + 1)), layout="constrained")
+    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
+    for panel, (machine, own) in zip(panels, found.items(), strict=False):
+        before = 1.0
+        for name, after in own.items():
+            row, gained = names.index(name), after >= before
+            left, right = sorted((before, after))
+            panel.barh(row, right - left, 0.7, left=left, color=plots.COLORS[0 if gained else 1])
+            text = f" {after:.3g} ×" if name == next(iter(own)) else f" × {after / before:.2f}"
+            panel.text(right, row, text, va="center", fontsize=8)
+            before = after
+        panel.set_title(machine.replace(", ", "\n", 1), fontsize=9)
         panel.set_xscale("log")
-    panel.margins(x=0.1, y=0.01)
-    panel.set_xlabel("output tokens per second, as a multiple of naive recompute")
-    plots.name_series(panel, columns=2)
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.margins(x=0.2)
+        panel.set_xlabel("tokens per second, as a multiple of naive recompute", fontsize=8)
+    for panel in panels[len(found) :]:
+        panel.set_visible(False)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
     plots.save(figure, path)

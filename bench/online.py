@@ -18,7 +18,7 @@ from pathlib import Path
 from quire import LLM, SamplingParams
 from quire.tools.bench.online.drive import Server, launched
 from quire.tools.bench.online.load import Lengths, random_asks
-from quire.tools.bench.online.sweep import Plan, levels
+from quire.tools.bench.online.sweep import SweepPlan, levels
 from quire.tools.bench.record import BenchRecord, append_jsonl, format_table, make_record
 
 # By streams: (tokens/s, TTFT p50 ms, ITL p95 ms) to reach.
@@ -76,7 +76,9 @@ def main() -> None:
         server = Server(url, {})
         name = server.model()
         for part, streams in (("serve", chosen), ("users", users)):
-            plan = Plan(lengths=lengths, sampling=sampling, warmup=32 if part == "serve" else 0)
+            plan = SweepPlan(
+                lengths=lengths, sampling=sampling, warmup=32 if part == "serve" else 0
+            )
             for level in levels(plan, server, name, streams, print):
                 for problem in level.problems:
                     print("  ", problem, flush=True)

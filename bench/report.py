@@ -372,6 +372,8 @@ def contents(book: Book) -> dict[str, str]:
         "percentiles": online_report.percentiles(found, peers),
         "users": online_report.users(found),
         "ladder": ladder_report.rungs(ladder_report.load()),
+        "gpt2": ladder_report.gpt2(ladder_report.load_tables()),
+        "reserved": ladder_report.reserved(ladder_report.load_reserved()),
     }
 
 

@@ -24,14 +24,23 @@ RECORDS = (
 )
 _LEFT_OUT = ("nano-penalized", "nano-logprobs")
 """Cases whose sampling costs more than the model knows."""
+_MOST_IDLE = 5.0
+"""Percent of a run in which the device may have waited for the host. The model knows no host."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `quantization`: "" in 16 bits. `ranks`: of tensor parallelism."""
+    """One figure.
+
+    Attributes:
+        quantization: the setting, or "".
+        plain: whether weights have 16 bits.
+        ranks: number of ranks of tensor parallelism.
+    """
 
     model: str
     quantization: str
+    plain: bool
     ranks: int
     case: str
     measured: float
@@ -50,6 +59,8 @@ def rows() -> Iterator[Row]:
         settings = record.settings
         if record.case in _LEFT_OUT or settings.get("deterministic"):
             continue
+        if record.metrics.get("cpu_overhead_percent", 0.0) > _MOST_IDLE:
+            continue
         # Stages are not predicted.
         if int(settings.get("pipeline_parallel_size") or 1) > 1:
             continue
@@ -60,11 +71,13 @@ def rows() -> Iterator[Row]:
     for (model, quantization, ranks, name), record in sorted(newest.items()):
         if (model, quantization, ranks) not in rooflines:
             rooflines[model, quantization, ranks] = roofline(model, quantization, ranks)
-        case = parse_case(name)
-        for found in rooflines[model, quantization, ranks].case(case):
+        case, own = parse_case(name), rooflines[model, quantization, ranks]
+        plain = own.work.body_products == "plain"
+        for found in own.case(case):
             metric = f"{found.case.replace(' ', '_')}_ms" if case is TTFT else "output_tok_s"
             value = found.first_token_seconds * 1e3 if case is TTFT else found.output_tok_s
-            yield Row(model, quantization, ranks, found.case, record.metrics[metric], value)
+            measured = record.metrics[metric]
+            yield Row(model, quantization, plain, ranks, found.case, measured, value)
 
 
 def roofline(model: str, quantization: str, ranks: int) -> Roofline:
@@ -104,8 +117,8 @@ def main() -> None:
             f"| {name} | {row.case} | {row.measured:,.4g} | {row.predicted:,.4g} "
             f"| {row.percent:+.0f} % |"
         )
-    plain = [row for row in found if not row.quantization]
-    quantized = [row for row in found if row.quantization]
+    plain = [row for row in found if row.plain]
+    quantized = [row for row in found if not row.plain]
     print(f"\n{summary('In 16 bits', plain)} {summary('Quantized', quantized)}")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quire.tools.bench.online.drive import Server, launched
 from quire.tools.bench.online.load import Lengths
-from quire.tools.bench.online.sweep import Plan, levels
+from quire.tools.bench.online.sweep import SweepPlan, levels
 from quire.tools.bench.record import make_record
 from tables import print_and_append
 
@@ -41,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     lengths = Lengths(input_len=args.input_len, output_len=args.output_len)
     sampling = {"temperature": 0.0, "ignore_eos": True}
-    plan = Plan(endpoint=args.endpoint, lengths=lengths, sampling=sampling, warmup=0)
+    plan = SweepPlan(endpoint=args.endpoint, lengths=lengths, sampling=sampling, warmup=0)
     with launched(args.flags) as (url, api):
         engine = int(subprocess.check_output(["pgrep", "-P", str(api)]).split()[0])
         server = Server(url, {})

@@ -36,6 +36,7 @@ from quire import LLM, SamplingParams
 from quire.features.speculation import feature as feature_module
 from quire.features.speculation.draft_count import Choice, StepCosts
 from quire.features.speculation.verifier import Verifier
+from quire.tools.bench import plots
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -134,19 +135,24 @@ def measure(name: str, target: Any, draft: Any, args: argparse.Namespace) -> lis
 
 def plot(lines: list[dict[str, Any]], out: Path) -> None:
     """Draws gain over drafts, a line for each acceptance, points where it was measured."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     pairs = list(dict.fromkeys(line["pair"] for line in lines))
-    figure, axes = plt.subplots(1, len(pairs), figsize=(5 * len(pairs), 4), squeeze=False)
-    for axis, pair in zip(axes[0], pairs, strict=True):
-        for alpha in ALPHAS:
-            own = [x for x in lines if x["pair"] == pair and x["acceptance"] == alpha]
-            places = [x["drafts"] for x in own]
-            (drawn,) = axis.plot(places, [x["predicted"] for x in own], label=f"a = {alpha}")
-            axis.plot(places, [x["measured"] for x in own], "o", color=drawn.get_color())
-        axis.set(title=pair, xlabel="drafts of a row", ylabel="speed over that without")
-        axis.legend()
-    figure.savefig(out, bbox_inches="tight")
+    figure = Figure(figsize=(5.5 * len(pairs), 4), layout="constrained")
+    panels = figure.subplots(1, len(pairs), squeeze=False)[0]
+    for panel, pair in zip(panels, pairs, strict=True):
+        for alpha, color in zip(ALPHAS, plots.COLORS, strict=False):
+            own = [x for x in lines if x["pair"] == pair and float(x["acceptance"]) == alpha]
+            places = [int(x["drafts"]) for x in own]
+            predicted = [float(x["predicted"]) for x in own]
+            panel.plot(places, predicted, label=f"accepted {alpha:.0%}", color=color)
+            panel.plot(places, [float(x["measured"]) for x in own], "o", color=color)
+        panel.axhline(1, color="#7d8590", linewidth=0.8)
+        panel.set_title(f"{pair}: lines by the formula, points measured", fontsize="medium")
+        panel.set_xlabel("drafts of a row")
+        panel.set_ylabel("speed, without drafts = 1")
+        plots.label_lines(panel)
+    plots.save(figure, out)
 
 
 def main() -> None:

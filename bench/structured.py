@@ -9,6 +9,9 @@
 Cases: `plain` has no schemas. `new` has a schema per stream that no run has had, so compiling is
 part of it. `repeated` has one agent's tools in all streams, and runs before have had them. `mixed`
 is half `new` and half `plain`. The weights are random, unless `--model` names real ones.
+
+`documents` and `free` play back calls of an agent's tools, with and without their schema
+(`structured_documents.py`). They need an engine of their own: `--cases documents,free`.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ SHAPE = Path(__file__).parent / "configs" / "qwen3-0.6b" / "config.json"
 EMBEDDED = Path(__file__).parents[1] / "src" / "quire" / "embedded" / "quire-tiny"
 PROMPT_LEN = 128
 CASES = ("plain", "new", "repeated", "mixed")
+PLAYBACK = ("documents", "free")
 TOOLS = json.dumps(agent_tools())
 _FIRST_ID, _IDS = 10, 2000
 """Token ids that prompts begin with."""
@@ -53,8 +57,20 @@ class Bench:
         self._schema = NEW[load]
         self._salt = 0
         self._prompts = 0
+        self._played: dict[str, float] = {}
+        self._documents: set[tuple[int, ...]] = set()
         self.asked: list[StructuredOutputsParams | None] = []
         self.outputs: list[RequestOutput] = []
+
+    def play(self, streams: int, length: int) -> None:
+        """Lets the oracle write documents in the runs to come."""
+        # It needs PyTorch, and `--cpus` must come before that is imported.
+        from structured_documents import oracle, written
+
+        documents = written(self.llm.config, TOOLS, streams, length)
+        oracle().write(documents.tokens, PROMPT_LEN)
+        self._played = {"forced_percent": 100 * documents.forced}
+        self._documents = {tuple(tokens) for tokens in documents.tokens}
 
     def run(self, case: str, streams: int, length: int) -> dict[str, float]:
         """Runs a case once. Returns its metrics."""
@@ -74,7 +90,13 @@ class Bench:
         tokens = sum(len(output.outputs[0].token_ids) for output in self.outputs)
         if tokens != streams * length:
             raise SystemExit(f"case {case}: {tokens} tokens instead of {streams * length}")
-        metrics = {"seconds": seconds, "output_tok_s": tokens / seconds}
+        steps = after.steps - before.steps
+        metrics = {"seconds": seconds, "output_tok_s": tokens / seconds, "steps": float(steps)}
+        if case in PLAYBACK:
+            metrics |= self._played
+            texts = {tuple(output.outputs[0].token_ids) for output in self.outputs}
+            if not texts <= {document[:length] for document in self._documents}:
+                raise SystemExit(f"case {case}: a text is none of the documents")
         for name, wanted in (("plain", False), ("schema", True)):
             each = [
                 output
@@ -97,9 +119,9 @@ class Bench:
         return metrics
 
     def _wanted(self, case: str, stream: int) -> StructuredOutputsParams | None:
-        if case == "plain" or (case == "mixed" and stream % 2):
+        if case in ("plain", "free") or (case == "mixed" and stream % 2):
             return None
-        if case == "repeated":
+        if case in ("repeated", "documents"):
             return StructuredOutputsParams(json=TOOLS)
         self._salt += 1
         return StructuredOutputsParams(json=json.dumps(self._schema(self._salt)))
@@ -124,7 +146,7 @@ def _itl(output: RequestOutput) -> float:
 
 
 def _ttft(output: RequestOutput) -> float:
-    """Returns ms. The check before a run, which compiles grammars, is not part of it."""
+    """Returns ms."""
     arrival, first, _ = _times(output)
     return (first - arrival) * 1e3
 
@@ -138,13 +160,18 @@ def hold(cpus: int) -> None:
         os.sched_setaffinity(int(task), cores)
 
 
+def write_shape(folder: Path) -> None:
+    """Writes the config.json of Qwen3-0.6B's shape, for random weights."""
+    shape = json.loads(SHAPE.read_text())
+    # The ids of another tokenizer's special tokens mean nothing here.
+    shape = {name: value for name, value in shape.items() if not name.endswith("token_id")}
+    (folder / "config.json").write_text(json.dumps(shape))
+
+
 def engine(args: argparse.Namespace, folder: Path) -> LLM:
     settings: dict[str, Any] = {"device": args.device, **json.loads(args.settings)}
     if args.model is None:
-        shape = json.loads(SHAPE.read_text())
-        # The ids of another tokenizer's special tokens mean nothing here.
-        shape = {name: value for name, value in shape.items() if not name.endswith("token_id")}
-        (folder / "config.json").write_text(json.dumps(shape))
+        write_shape(folder)
         path = Path(args.tokenizer or EMBEDDED)
         settings["tokenizer"] = str(path.parent if path.is_file() else path)
         settings["load_format"] = "dummy"
@@ -162,18 +189,26 @@ def measure(bench: Bench, args: argparse.Namespace, streams: int, length: int) -
         for case in args.cases:
             rounds[case].append(bench.run(case, streams, length))
     best = {case: min(runs, key=lambda run: run["seconds"]) for case, runs in rounds.items()}
-    plain = best.get("plain")
+    plain = best.get("plain", best.get("free"))
     for case, runs in rounds.items():
         speeds = [run["output_tok_s"] for run in runs]
         best[case]["median_tok_s"] = statistics.median(speeds)
-        if plain is not None and case != "plain":
-            best[case]["lost_percent"] = 100 * (
-                1 - best[case]["output_tok_s"] / plain["output_tok_s"]
-            )
-            if "plain_itl_ms" in best[case]:
-                slower = best[case]["plain_itl_ms"] / plain["plain_itl_ms"] - 1
-                best[case]["plain_rows_lost_percent"] = 100 * slower
+        if plain is not None and best[case] is not plain:
+            best[case] |= _losses(best[case], plain)
     return best
+
+
+def _losses(run: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
+    """Returns what a run has lost against a plain one: in all, until its first tokens, where
+    grammars are compiled, and by masks from then on."""
+    found = {"lost_percent": 100 * (1 - run["output_tok_s"] / plain["output_tok_s"])}
+    if "plain_itl_ms" in run:
+        found["plain_rows_lost_percent"] = 100 * (run["plain_itl_ms"] / plain["plain_itl_ms"] - 1)
+    if "schema_itl_ms" in run:
+        later = run["schema_ttft_ms"] - plain["plain_ttft_ms"]
+        found["compile_lost_percent"] = 100 * later / (1e3 * plain["seconds"])
+        found["masks_lost_percent"] = 100 * (run["schema_itl_ms"] / plain["plain_itl_ms"] - 1)
+    return found
 
 
 def trace(bench: Bench, args: argparse.Namespace, streams: int, length: int) -> list[BenchRecord]:
@@ -264,8 +299,10 @@ def _numbers(text: str) -> list[int]:
 def _cases(text: str) -> list[str]:
     cases = text.split(",")
     for case in cases:
-        if case not in CASES:
-            raise argparse.ArgumentTypeError(f"{case!r} is none of {', '.join(CASES)}")
+        if case not in CASES + PLAYBACK:
+            raise argparse.ArgumentTypeError(f"{case!r} is none of {', '.join(CASES + PLAYBACK)}")
+    if len({case in PLAYBACK for case in cases}) > 1:
+        raise argparse.ArgumentTypeError(f"{', '.join(PLAYBACK)} need an engine of their own")
     return cases
 
 
@@ -295,11 +332,19 @@ def main() -> None:
     for path in (args.trace, args.out):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+    playback = args.cases[0] in PLAYBACK
     with tempfile.TemporaryDirectory() as folder:
+        if playback:
+            # It needs PyTorch, and `--cpus` must come before that is imported.
+            from structured_documents import install
+
+            install()
         llm = engine(args, Path(folder))
         bench = Bench(llm, args.load)
         for streams in args.streams:
             for length in args.output_len:
+                if playback:
+                    bench.play(streams, length)
                 best = measure(bench, args, streams, length) if args.repeat else {}
                 records = [
                     record(bench, args, f"structured_{case}", metrics, streams, length)

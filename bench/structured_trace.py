@@ -76,7 +76,6 @@ class RunTrace:
         steps: those that needed masks.
         gpu_us: device time of every step, waits included; wall time on a CPU.
         collected: moment at which each step's result was read.
-        check: seconds of the check before the run, in which grammars are compiled.
         compiled: seconds of each compiled grammar, on its thread.
         cpu: seconds that each group of threads spent on a core, by the thread's name.
         threads: number of threads of the process.
@@ -85,7 +84,6 @@ class RunTrace:
     steps: list[StepTrace] = field(default_factory=list)
     gpu_us: list[float] = field(default_factory=list)
     collected: list[float] = field(default_factory=list)
-    check: float = 0.0
     compiled: list[float] = field(default_factory=list)
     cpu: dict[str, float] = field(default_factory=dict)
     threads: int = 0
@@ -93,7 +91,6 @@ class RunTrace:
     def metrics(self) -> dict[str, float]:
         """Returns the sums and percentiles that the table shows."""
         found = {
-            "check_ms": 1e3 * self.check,
             "compiles": float(len(self.compiled)),
             "compile_cpu_ms": 1e3 * sum(self.compiled),
             "compile_max_ms": 1e3 * max(self.compiled, default=0.0),
@@ -157,7 +154,6 @@ class HostRecorder:
         self._planned: deque[tuple[int, list[int]]] = deque()
         self._wrap(compiling.Compiler, "_compiled_now", self._compile)
         self._wrap(self._core._executor, "submit", self._submit)
-        self._wrap(self._core, "check", self._check)
         self._wrap(self._core._executor, "collect", self._collect)
         self._cpu, self._began = _thread_seconds(), now()
 
@@ -194,13 +190,6 @@ class HostRecorder:
                 setattr(owner, name, own)
 
         self._stack.callback(undo)
-
-    def _check(self, inner: Any, *args: Any) -> Any:
-        began = now()
-        try:
-            return inner(*args)
-        finally:
-            self.trace.check += now() - began
 
     def _compile(self, inner: Any, *args: Any) -> Any:
         began = now()
@@ -338,9 +327,7 @@ def replay(
                 strings = state.strings
                 tables += visit == 0 and strings is not None and strings.short
                 state.advance([texts[i][step]])
-                if strings is not None:
-                    MaskBuilder.consume(state)
-                    strings.settle()
+                state.settle()
         visits.append(found)
         for state, each in zip(states, grammars_of, strict=True):
             # Its states stay known.

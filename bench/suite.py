@@ -47,7 +47,7 @@ from quire.tools.bench.gpu_meter import GpuMeter, Metrics
 from quire.tools.bench.model_work import model_work
 from quire.tools.bench.online.drive import Server, launched
 from quire.tools.bench.online.load import Lengths
-from quire.tools.bench.online.sweep import Plan, levels
+from quire.tools.bench.online.sweep import SweepPlan, levels
 from quire.tools.bench.record import (
     BenchRecord,
     OutputFiles,
@@ -263,7 +263,7 @@ def run_users(
         + [f"--{name} {value}" for name, value in given.items()]
     )
     lengths = Lengths(input_len=sizes.users_prompt, output_len=sizes.users_output)
-    plan = Plan(
+    plan = SweepPlan(
         prompts="ids", lengths=lengths, sampling={"temperature": 0.0, "ignore_eos": True},
         warmup=4, timeout=max(10.0, options.seconds),
     )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.tools.bench import plots
 from quire.tools.bench.record import BenchRecord, number
 from tables import table
 
@@ -84,39 +85,64 @@ def markdown(records: Sequence[BenchRecord]) -> str:
 def plot(records: Sequence[BenchRecord], path: Path) -> None:
     """Draws four panels for each model: the time of a decode step and its share of the bandwidth
     by batch, a line for each length of prompt; times to the first token and between tokens by
-    users, a line for each percentile."""
+    users, a line for each percentile. A model without a grid has no panels of it."""
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(name for name, *_ in groups(records)))
-    figure = Figure(figsize=(20, 4.2 * len(names)), layout="constrained")
+    found = list(groups(records))
+    names = list(dict.fromkeys(name for name, *_ in found))
+    figure = Figure(figsize=(17, 3.4 * len(names)), layout="constrained")
     panels = figure.subplots(len(names), 4, squeeze=False)
-    for name, of, own in groups(records):
+    for name, of, own in found:
         row = panels[names.index(name)]
         if of == "grid":
-            for panel, metric in zip(row[:2], ("decode_step_ms", "bandwidth_percent"), strict=True):
-                for prompt in sorted({r.metrics["prompt_tokens"] for r in own}):
-                    some = [r for r in own if r.metrics["prompt_tokens"] == prompt]
-                    _line(panel, some, "rows", metric, f"prompts of {prompt:g}")
-                panel.set_xlabel("batch")
-                panel.set_ylabel(GRID[metric])
+            _grid_panels(row[:2], own)
         else:
-            for panel, times in zip(row[2:], _TIMES, strict=True):
-                for p in _PERCENTILES:
-                    _line(panel, own, "users", f"{times}_p{p}_ms", f"p{p}")
-                panel.set_yscale("log")
-                panel.set_xlabel("users")
-                panel.set_ylabel(
-                    {"ttft": "ms to the first token", "itl": "ms between tokens"}[times]
-                )
-        row[0].set_title(name)
+            _users_panels(row[2:], own)
+        drawn = [panel for panel in row if panel.lines]
+        if drawn:
+            drawn[0].set_title(name)
     for panel in panels.flat:
         if panel.lines:
-            panel.set_xscale("log", base=2)
-            panel.legend()
-    figure.savefig(path, dpi=100)
+            _label_axis(panel)
+        else:
+            panel.remove()
+    for panel in figure.axes:
+        plots.label_lines(panel)
+    plots.save(figure, path)
 
 
-def _line(panel: Any, records: Sequence[BenchRecord], x: str, y: str, label: str) -> None:
+def _grid_panels(panels: Sequence[Any], records: Sequence[BenchRecord]) -> None:
+    for panel, metric in zip(panels, ("decode_step_ms", "bandwidth_percent"), strict=True):
+        for place, prompt in enumerate(sorted({r.metrics["prompt_tokens"] for r in records})):
+            some = [r for r in records if r.metrics["prompt_tokens"] == prompt]
+            _line(panel, some, "rows", metric, f"{prompt:,g} tokens", place)
+        panel.set_xlabel("batch")
+        panel.set_ylabel(GRID[metric])
+        panel.set_ylim(bottom=0)
+
+
+def _users_panels(panels: Sequence[Any], records: Sequence[BenchRecord]) -> None:
+    for panel, (times, unit) in zip(panels, _TIMES.items(), strict=True):
+        for place, p in enumerate(_PERCENTILES):
+            _line(panel, records, "users", f"{times}_p{p}_ms", f"p{p}", place)
+        panel.set_yscale("log")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("")
+        panel.set_xlabel("users")
+        panel.set_ylabel(unit)
+
+
+def _label_axis(panel: Any) -> None:
+    """Numbers an axis of powers of two."""
+    shown = sorted({float(x) for line in panel.lines for x in line.get_xdata()})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(shown, [f"{x:g}" for x in shown])
+
+
+def _line(
+    panel: Any, records: Sequence[BenchRecord], x: str, y: str, label: str, place: int
+) -> None:
     points = [(r.metrics[x], r.metrics[y]) for r in records if y in r.metrics]
     if points:
-        panel.plot(*zip(*points, strict=True), marker="o", label=label)
+        color = plots.COLORS[place]
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label, color=color)

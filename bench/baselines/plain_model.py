@@ -52,6 +52,7 @@ class PlainModel:
         cache: Tensor | None = None,
         slots: Tensor | None = None,
         mask: Tensor | None = None,
+        last: Tensor | None = None,
     ) -> Tensor:
         """Returns the likeliest next token of each row, int64 [rows].
 
@@ -61,6 +62,7 @@ class PlainModel:
             slots: int64 [rows, new], columns of the cache for the new tokens.
             mask: bool [rows, 1, new, columns], the first columns of the cache that each token sees.
                 None is causal.
+            last: int64 [rows], the place of each row's last token. None: the last column.
         """
         table = self.decoder.embedding.weight
         x = table[ids]
@@ -72,8 +74,9 @@ class PlainModel:
                 block.attention, _norm(block.attention_norm, x), positions, kv, slots, mask
             )
             x = x + _mlp(block.mlp, _norm(block.mlp_norm, x))
-        last = _norm(self.decoder.norm, x[:, -1])
-        return F.linear(last, self.decoder.head.weight.values).argmax(-1)
+        x = x[:, -1] if last is None else x[torch.arange(len(x), device=x.device), last]
+        x = _norm(self.decoder.norm, x)
+        return F.linear(x, self.decoder.head.weight.values).argmax(-1)
 
     def _attention(
         self,
@@ -99,6 +102,11 @@ class PlainModel:
             kv[0][place, :, slots], kv[1][place, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
             if mask is not None:
                 k, v = kv[:, :, :, : mask.shape[-1]]
+        if new == 1 and mask is not None:
+            # Heads of one KV head take the place of tokens, so that keys are not repeated.
+            q = q.reshape(rows, spec.kv_heads, -1, spec.head_dim)
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=spec.scale)
+            return _linear(layer.out, out.reshape(rows, 1, -1))
         grouped = spec.heads != spec.kv_heads
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=spec.scale, enable_gqa=grouped

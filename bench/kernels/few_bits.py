@@ -38,7 +38,7 @@ from quire.ops.triton.norm import rms_norm
 from quire.ops.triton.products import small
 from quire.ops.triton.products.plan import GemmPlan, LinearArgs, norms_late, shape_of
 from quire.ops.triton.products.quantized_tiles import dequantize
-from quire.ops.triton.products.table import keep, key_of, plan_for
+from quire.ops.triton.products.table import PLANS, key_of, plan_for
 from quire.ops.triton.products.tune import candidates, refinements
 from quire.ops.weight import Weight
 
@@ -241,7 +241,7 @@ def main() -> None:
         for key, plan in entries.items():
             print(f"  {json.dumps(key)}: {json.dumps(plan.as_json())},")
         if options.store:
-            keep(card, entries)
+            PLANS.keep(card, entries)
         print(f"{time.monotonic() - began:.0f} s", flush=True)
         del step
         torch.cuda.empty_cache()

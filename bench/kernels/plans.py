@@ -24,9 +24,10 @@ from layers import BANDWIDTH, FEW_BITS, FORMATS
 from shapes import LARGE, MODELS, UNTUNED, part_of
 from shapes import Shape as Model
 
-from quire.ops.triton.products.plan import Shape
-from quire.ops.triton.products.table import BUCKETS, GemmTable, key_of
-from quire.ops.triton.products.tune import Measured, Tuner, preferred, tune
+from quire.ops.triton.products.measure import Measured, preferred
+from quire.ops.triton.products.plan import GemmPlan, Shape
+from quire.ops.triton.products.table import BUCKETS, PLANS, key_of
+from quire.ops.triton.products.tune import Tuner, tune
 from quire.ops.weight import WeightFormat
 
 
@@ -52,10 +53,10 @@ class Report:
     """
 
     def __init__(self, out: Path | None) -> None:
-        self.found: dict[str, list[Measured]] = {}
+        self.found: dict[str, list[Measured[GemmPlan]]] = {}
         self._file = (out / "gemm_measured.jsonl").open("w") if out else None
 
-    def add(self, shape: Shape, found: list[Measured]) -> None:
+    def add(self, shape: Shape, found: list[Measured[GemmPlan]]) -> None:
         self.found[key_of(shape)] = found
         for each in found:
             record = {"key": key_of(shape), "us": None if each.error else round(each.us, 3)}
@@ -65,7 +66,7 @@ class Report:
             if self._file:
                 self._file.write(json.dumps(record) + "\n")
 
-    def times(self, shape: Shape) -> tuple[float, Measured, float] | None:
+    def times(self, shape: Shape) -> tuple[float, Measured[GemmPlan], float] | None:
         """Returns the µs of the rules' plan, the best plan, and the µs of cuBLAS."""
         found = self.found.get(key_of(shape))
         if not found:
@@ -115,16 +116,18 @@ def main() -> None:
         for label, shape in layer_shapes(model, rows, FORMATS[name]).items()
         if label != "lm_head" or not options.untuned
     ]
-    table, end = GemmTable(torch.cuda.get_device_name()), time.monotonic() + options.seconds
+    entries: dict[str, GemmPlan] = {}
+    end = time.monotonic() + options.seconds
     for shape, found in tune(Tuner(torch.device("cuda", 0)), shapes, options.workers):
         report.add(shape, found)
         best = preferred(found)
         if best is not None:
-            table.entries[key_of(shape)] = best.plan
+            entries[key_of(shape)] = best.plan
         if time.monotonic() > end:
             break
     if out:
-        (out / "nvidia-h200.json").write_text(table.dumps())
+        text = PLANS.dumps(torch.cuda.get_device_name(), entries)
+        (out / "nvidia-h200.json").write_text(text)
     columns = " | ".join(f"{rows} rows" for rows in options.rows)
     line = "| --- " * (len(options.rows) + 2) + "|"
     print(f"\nµs: rules, best (% of 4.24 TB/s), cuBLAS\n| model | layer | {columns} |\n{line}")
@@ -139,7 +142,7 @@ def main() -> None:
             layers = layer_shapes(model, rows, FORMATS[name])
             cells.append(report.shares([layers[label] for label in model.projections]))
         print(f"| {model.name} | {name} | {' | '.join(cells)} |")
-    print(f"{len(table.entries)} of {len(shapes)} layers measured")
+    print(f"{len(entries)} of {len(shapes)} layers measured")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 Int32 = np.ndarray[Any, np.dtype[np.int32]]
+Int16 = np.ndarray[Any, np.dtype[np.int16]]
 Float32 = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -19,11 +20,11 @@ def encode_array(value: object) -> object:
     raise TypeError(f"cannot encode {type(value).__name__}")
 
 
-_WIRE_DTYPES = frozenset({"<i4", "<f4"})
+_WIRE_DTYPES = frozenset({"<i4", "<i2", "<f4"})
 
 
 def decode_array(kind: object, value: Any) -> Any:
-    """`msgspec` hook: the inverse of `encode_array`; only int32 and float32 are accepted."""
+    """`msgspec` hook: the inverse of `encode_array`; only int32, int16 and float32 are accepted."""
     dtype, shape, data = value
     if dtype not in _WIRE_DTYPES:
         raise ValueError(f"dtype {dtype!r} is not accepted on the wire")

@@ -120,6 +120,13 @@ class CoreArgs:
     seed: int = _model_setting(
         0, "Seed of the engine: of dummy weights and of requests without one."
     )
+    logprobs_mode: Literal[
+        "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
+    ] = _model_setting(
+        "raw_logprobs",
+        "What logprobs of requests without a logprobs_mode are: of the model's own logits (raw) or "
+        "of the distribution from which tokens are drawn (processed).",
+    )
     skip_tokenizer_init: bool = _model_setting(False, "Serve token ids only; load no tokenizer.")
     device: str = _device_setting("auto", "auto, cpu, cuda or cuda:N.", common=True)
     gpu_memory_utilization: float = _device_setting(

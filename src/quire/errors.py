@@ -7,7 +7,14 @@ import math
 
 
 class QuireError(Exception):
-    """Base of every error Quire raises on purpose."""
+    """Base of every error Quire raises on purpose.
+
+    Attributes:
+        ends_call: Whether `LLM` raises the error of a request that has no tokens yet. Others end
+            their request alone.
+    """
+
+    ends_call = False
 
 
 class ConfigError(QuireError, ValueError):
@@ -73,6 +80,8 @@ class GrammarError(RequestError):
         pointer: JSON pointer of the keyword that cannot, or None.
     """
 
+    ends_call = True
+
     def __init__(
         self,
         message: str,
@@ -90,6 +99,8 @@ class OverloadedError(QuireError):
 
 class CompilerBusyError(QuireError):
     """Other grammars are being compiled: the request may be sent again later."""
+
+    ends_call = True
 
 
 class WeightsError(QuireError):

@@ -21,6 +21,7 @@ from quire.engine.loop.output import (
     CompletionReader,
     CompletionUpdate,
     PromptLogprobCollector,
+    completion_readers,
     cut_runs,
 )
 from quire.engine.loop.prompts import (
@@ -85,7 +86,8 @@ class _Job:
     def followed(self) -> bool:
         """Whether tokens must be read in the step that gives them."""
         p = self.params
-        return bool(p.stop) or p.logprobs is not None or p.prompt_logprobs is not None
+        scored = p.logprobs is not None or p.prompt_logprobs is not None
+        return bool(p.stop) or scored or p.return_sampling_info or p.return_routed_experts
 
 
 class LLM:
@@ -130,7 +132,7 @@ class LLM:
                 (enable_lora).
 
         Raises:
-            RequestError: a request is invalid. Then no request has run.
+            RequestError: a request is invalid. Then all requests end.
             KeyboardInterrupt: between two steps, so that the engine is fit for the next call.
             EngineDeadError: an earlier call has failed in a step.
         """
@@ -144,7 +146,6 @@ class LLM:
                 f"priority has {len(priorities)} entries for {len(many)} prompts", "priority"
             )
         options = keyword_options(self._core, len(many), lora_request=lora_request)
-        self._core.check(params)
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
         with self._requests([job.output.request_id for job in jobs]) as let_interrupt:
             self._start(jobs, priorities, options)
@@ -359,7 +360,7 @@ class LLM:
             params=params,
             output=RequestOutput(str(self._count), text, listed, outputs),
             requests=[],
-            readers=[CompletionReader(i, listed, params, self._tokenizer) for i in range(params.n)],
+            readers=completion_readers(listed, params, self._tokenizer),
             inputs=inputs,
             about_prompt=about,
             open=params.n,
@@ -393,6 +394,8 @@ class LLM:
             let_interrupt()
             progress = self._core.step()
             for request, error in self._core.take_failures():
+                if error is not None and error.ends_call and not len(request.output):
+                    raise error
                 job = owners[request.request_id]
                 if self._close(job, request, "abort" if error is None else "error"):
                     left -= 1
@@ -419,6 +422,8 @@ class LLM:
             return False
         if item.prompt_logprobs is not None and job.about_prompt is not None:
             job.about_prompt.feed(item.prompt_logprobs)
+        if item.experts is not None:
+            reader.feed_experts(item.experts)
         tokens = item.new_tokens if job.followed else request.output
         reason = str(request.finish_reason) if item.finished else None
         logprobs = () if item.logprobs is None else (item.logprobs,)
@@ -427,7 +432,8 @@ class LLM:
         versions = [(item.version, len(tokens))]
         if not job.followed:
             versions = request.runs_until(item.version)
-        update = reader.feed(tokens.tolist(), logprobs, reason, item.stop_token, versions)
+        drawn = () if item.drawn is None else (item.drawn,)
+        update = reader.feed(tokens.tolist(), logprobs, reason, item.stop_token, versions, drawn)
         _add(job.output.outputs[request.sample_index], update)
         job.output.num_cached_tokens = job.requests[0].num_cached_tokens
         job.output.metrics = job.requests[0].times
@@ -478,6 +484,8 @@ def _add(output: CompletionOutput, update: CompletionUpdate) -> None:
     output.weight_versions = cut_runs(runs, len(output.token_ids))
     output.finish_reason = update.finish_reason
     output.stop_reason = update.stop_reason
+    output.sampling_info = update.sampling_info
+    output.routed_experts = update.routed_experts
 
 
 def _progress_bar(total: int, shown: bool) -> contextlib.AbstractContextManager[Callable[[], None]]:

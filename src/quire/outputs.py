@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quire.arrays import Float32, Int16, Int32
+
 
 class Logprob(msgspec.Struct, gc=False):
     """A token's log-probability.
@@ -29,6 +31,22 @@ VersionRun = tuple[int, int]
 
 
 @dataclass(slots=True)
+class SamplingInfo:
+    """Numbers about the draws of a completion's tokens, with an entry for each token.
+
+    Attributes:
+        raw_logprobs: float32 [tokens], log-probabilities under the model's own logits.
+        processed_logprobs: float32 [tokens], log-probabilities under the distribution from which
+            the tokens were drawn: after penalties, masks, temperature, min-p, top-k and top-p.
+        mask_sizes: int32 [tokens], number of tokens that could be drawn.
+    """
+
+    raw_logprobs: Float32
+    processed_logprobs: Float32
+    mask_sizes: Int32
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One of a request's `n` completions.
 
@@ -39,6 +57,9 @@ class CompletionOutput:
         finish_reason: None until it ends. "error": a logit was not a number, or a grammar failed.
         stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence
             token.
+        sampling_info: how its tokens were drawn, if the request asks for it and it has ended.
+        routed_experts: int16 [prompt and output tokens - 1, layers with experts, experts per token]
+            or None. The last token has no experts, because no step computes with it.
     """
 
     index: int
@@ -48,6 +69,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[VersionRun] = field(default_factory=list)
+    sampling_info: SamplingInfo | None = None
+    routed_experts: Int16 | None = None
 
 
 @dataclass(slots=True)

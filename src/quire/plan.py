@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from quire.arrays import Float32, Int32, int32
+from quire.arrays import Float32, Int16, Int32, int32
 from quire.sampling_params import SamplingParams
 
 DRAFT_IDS, DRAFT_START = "draft_ids", "draft_start"
@@ -208,6 +208,8 @@ class StepPlan(msgspec.Struct):
             its values until the next write.
         dummy_tokens: positions to compute and throw away, so that the rank takes part in a step of
             the others. The body runs even without rows.
+        skew: in a step of generating rows, their longest context divided by their mean one. It
+            decides only which kernels run.
 
     **Drafts** are claims about text at absolute positions, in the columns `draft_ids`
     (int32 [n, W], padded with -1) and `draft_start` (int32 [n]): `draft_ids[j]` is the token at
@@ -229,6 +231,7 @@ class StepPlan(msgspec.Struct):
     writes: dict[str, tuple[Int32, Int32]] = {}
     transfers: list[Transfer] = []
     dummy_tokens: int = 0
+    skew: float = 1.0
 
     @property
     def num_rows(self) -> int:
@@ -262,6 +265,39 @@ class Logprobs(msgspec.Struct):
     ranks: Int32
 
 
+class DrawnTokens(msgspec.Struct):
+    """Numbers about the draws of M new tokens, in row order.
+
+    Attributes:
+        rows: int32 [M], each token's row of the plan.
+        raw: float32 [M], log-probabilities under the model's own logits.
+        processed: float32 [M], log-probabilities under the distribution they were drawn from.
+        sizes: int32 [M], number of tokens with a probability above 0 in that distribution.
+    """
+
+    rows: Int32
+    raw: Float32
+    processed: Float32
+    sizes: Int32
+
+
+class ChosenExperts(msgspec.Struct):
+    """The experts of M positions, in row order.
+
+    A position may come again: after a preemption, and where a draft was rejected. The last one that
+    comes is valid, as with KV.
+
+    Attributes:
+        rows: int32 [M], each position's row of the plan.
+        positions: int32 [M], in the row's text.
+        ids: int16 [M, layers with experts, experts per token], the likeliest first.
+    """
+
+    rows: Int32
+    positions: Int32
+    ids: Int16
+
+
 class Pooled(msgspec.Struct):
     """Vectors in place of tokens.
 
@@ -286,6 +322,8 @@ class StepResult(msgspec.Struct):
         logprobs: log-probabilities of new tokens, or None.
         prompt_logprobs: log-probabilities of prompt tokens, or None.
         pooled: vectors of rows whose prompt this step has pooled, or None.
+        drawn: how new tokens were drawn, or None.
+        experts: experts of the step's positions, or None.
         finished_transfers: ids of transfers finished since the last result.
         failed_transfers: ids of transfers failed since the last result. Their target blocks are
             undefined.
@@ -299,6 +337,8 @@ class StepResult(msgspec.Struct):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     pooled: Pooled | None = None
+    drawn: DrawnTokens | None = None
+    experts: ChosenExperts | None = None
     finished_transfers: list[int] = []
     failed_transfers: list[int] = []
     gpu_us: float = 0.0

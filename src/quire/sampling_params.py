@@ -311,7 +311,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         min_tokens: end-of-sequence and stop tokens cannot be sampled before this many tokens.
         logprobs: how many of the likeliest tokens to return per position. The sampled token is
             always included. None: no logprobs. -1, the whole vocabulary, is refused.
-        prompt_logprobs: the same for the prompt's tokens.
+        logprobs_mode: what `logprobs` are. "raw" values are of the model's own logits, "processed"
+            values of the distribution from which tokens are drawn. Its other tokens have no entry.
+            "auto" is the engine's `logprobs_mode`.
+        prompt_logprobs: the same for the prompt's tokens, always of the model's own logits.
+        return_sampling_info: return both log-probabilities of each sampled token, and the number of
+            tokens that could be drawn.
+        return_routed_experts: return the experts of each token. The engine must have
+            `enable_return_routed_experts`.
         logit_bias: additive bias by token id.
         allowed_token_ids: only these tokens may be sampled. An empty list allows all.
         bad_token_ids: sequences of tokens that may not be generated.
@@ -419,7 +426,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: Annotated[int | None, Parameter(low=1, high=_INT32_MAX, flag="common", step=1)] = 16
     min_tokens: Annotated[int, Parameter(low=0, high=_INT32_MAX, apis=_OPEN_APIS, step=1)] = 0
     logprobs: Annotated[int | None, Parameter(low=0, high=MAX_LOGPROBS)] = None
+    logprobs_mode: Annotated[
+        Literal["auto", "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
+        Parameter(apis=(OPENAI,)),
+    ] = "auto"
     prompt_logprobs: Annotated[int | None, Parameter(low=0, high=MAX_LOGPROBS)] = None
+    return_sampling_info: Annotated[bool, Parameter(apis=(OPENAI,))] = False
+    return_routed_experts: Annotated[bool, Parameter(apis=(OPENAI,))] = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
@@ -463,6 +476,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_ranges()
         if any(getattr(self, name) for name in _LISTS) or self.logit_bias is not None:
             check_lists(self)
+        if self.return_sampling_info or self.logprobs_mode != "auto":
+            self._check_scores()
 
     def _normalize(self) -> None:
         if isinstance(self.stop, str):
@@ -502,6 +517,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
+
+    def _check_scores(self) -> None:
+        """Raises RequestError if the values that the request asks for do not go together."""
+        if self.return_sampling_info and self.logprobs_mode in ("raw_logits", "processed_logits"):
+            raise RequestError(
+                f"return_sampling_info gives log-probabilities, but logprobs_mode is "
+                f"{self.logprobs_mode}",
+                "logprobs_mode",
+            )
+        if self.reshapes and self.processed_logprobs is not None:
+            raise RequestError(
+                "processed log-probabilities are not available with DRY, XTC, typical_p or "
+                "logits_processors, which draw tokens outside of the sampler",
+                "return_sampling_info" if self.return_sampling_info else "logprobs_mode",
+            )
+
+    @property
+    def raw_logprobs(self) -> int | None:
+        """Number of alternatives that the device returns with log-probabilities under the model's
+        own logits. None: it returns no such values."""
+        if self.logprobs_mode in ("auto", "raw_logprobs") and self.logprobs is not None:
+            return self.logprobs
+        return 0 if self.return_sampling_info else None
+
+    @property
+    def processed_logprobs(self) -> int | None:
+        """Number of alternatives with values of other modes than raw_logprobs. None: no such
+        values."""
+        if self.logprobs_mode not in ("auto", "raw_logprobs") and self.logprobs is not None:
+            return self.logprobs
+        return 0 if self.return_sampling_info else None
 
     @property
     def greedy(self) -> bool:

@@ -230,7 +230,6 @@ class Engine:
     def _add(self, asked: Asked) -> Job:
         core, params = self.core, asked.params
         ids = prompt_ids(asked.prompt, params, core.config, self._tokenizer)
-        core.check([params])
         self._count += 1
         requests = core.add(
             f"r{self._count}", ids, params, max_total=max_total(len(ids), params, core.config),

@@ -38,7 +38,7 @@ PYTHON = [
     if language == "python" and not any(part in text for part in NOT_RUN)
 ]
 """(page, block), in the order of the pages. The blocks of a page share their variables."""
-TRAIN = ("train_lora", "rl")
+TRAIN = ("train_lora", "rl", "trl_grpo")
 """Examples that train, and take long."""
 EXAMPLES = [
     pytest.param(file, id=file.stem, marks=[pytest.mark.slow] if file.stem in TRAIN else [])
@@ -63,7 +63,11 @@ def test_examples(
     file: Path, doc_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    arguments = {"train_lora": str(tmp_path / "lora"), "rl": "2"}
+    if file.stem == "trl_grpo":
+        pytest.importorskip("trl")
+    arguments = {
+        "train_lora": str(tmp_path / "lora"), "rl": "2", "trl_grpo": doc_server.url,
+    }  # fmt: skip
     argument = arguments.get(file.stem, f"{doc_server.url}/v1")
     monkeypatch.setattr(sys, "argv", [file.name, argument])
     runpy.run_path(str(file), run_name="__main__")

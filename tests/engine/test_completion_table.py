@@ -17,7 +17,7 @@ from tests.fakes import FakeExecutor
 
 def engine(**config: Any) -> EngineCore:
     executor = FakeExecutor([KVGroup(layers=(0,), tokens_per_block=4)], [config.pop("blocks", 64)])
-    args = SimpleNamespace(seed=0, trace_dir=None)
+    args = SimpleNamespace(seed=0, trace_dir=None, logprobs_mode="raw_logprobs")
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64} | config
     resolved = SimpleNamespace(args=args, scheduler=SchedulerConfig(**settings))
     return EngineCore(resolved, executor)  # type: ignore[arg-type]

@@ -81,7 +81,10 @@ def test_a_request_turns_its_feature_on_while_others_run() -> None:
 
     executor = FakeExecutor([KVGroup(layers=(0,), tokens_per_block=4)], [64])
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64)
-    config = SimpleNamespace(args=SimpleNamespace(seed=0, trace_dir=None), scheduler=scheduler)
+    config = SimpleNamespace(
+        args=SimpleNamespace(seed=0, trace_dir=None, logprobs_mode="raw_logprobs"),
+        scheduler=scheduler,
+    )
     entry = RequestedFeature(lambda params, options: options.get("cache_salt") == "asks", make)
     core = EngineCore(config, executor, requested=[entry])  # type: ignore[arg-type]
     core.add("plain", int32(range(5)), SamplingParams(), max_total=12)
@@ -106,7 +109,10 @@ def test_a_feature_that_drafts_is_known_at_the_start() -> None:
 
     executor = FakeExecutor([KVGroup(layers=(0,), tokens_per_block=4)], [64])
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64)
-    config = SimpleNamespace(args=SimpleNamespace(seed=0, trace_dir=None), scheduler=scheduler)
+    config = SimpleNamespace(
+        args=SimpleNamespace(seed=0, trace_dir=None, logprobs_mode="raw_logprobs"),
+        scheduler=scheduler,
+    )
     core = EngineCore(config, executor)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Drafts proposes drafts, so it must be known"):
         core.scheduler.add_feature(Drafts())
@@ -167,6 +173,7 @@ def test_every_call_gives_the_same_in_any_order() -> None:
 def test_a_server_has_its_features_from_the_start() -> None:
     core = build_core(resolve(EngineArgs(**SETTINGS)))
     names = {type(feature).__name__ for feature in core._loop_features}
-    assert names == {"PoolingFeature", "GrammarFeature", "SamplersFeature", "WeightUpdates"}
+    requested = {"PoolingFeature", "GrammarFeature", "SamplersFeature", "RouterReplay"}
+    assert names == {*requested, "WeightUpdates"}
     assert core._requested == []
     core.shutdown()

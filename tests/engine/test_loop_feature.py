@@ -71,7 +71,7 @@ class Off(LoopFeature):
 
 def engine(*features: LoopFeature) -> EngineCore:
     executor = FakeExecutor([KVGroup(layers=(0,), tokens_per_block=4)], [64])
-    args = SimpleNamespace(seed=0, trace_dir=None)
+    args = SimpleNamespace(seed=0, trace_dir=None, logprobs_mode="raw_logprobs")
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64)
     config = SimpleNamespace(args=args, scheduler=scheduler)
     return EngineCore(config, executor, loop_features=features)  # type: ignore[arg-type]

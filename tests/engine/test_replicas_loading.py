@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from quire.config import EngineArgs
+from quire.engine.builder import resolve
+from quire.engine.loop.messages import Failed, Failure, Ready, Resolved
+from quire.engine.process.remote_engine import RemoteEngine
 from quire.engine.process.replicas import Replicas
 from quire.errors import ConfigError
 
@@ -48,3 +53,26 @@ def test_settings_of_the_first_replica_are_returned() -> None:
         return await Replicas(cast(Any, engines)).loaded()
 
     assert asyncio.run(main()) == "a"
+
+
+def test_settings_are_known_before_the_model_is_loaded(tmp_path: Path) -> None:
+    config = resolve(EngineArgs(device="cpu", kv_cache_gb=0.1))
+
+    async def main() -> None:
+        first, second, third = (RemoteEngine(str(tmp_path / f"{i}.sock")) for i in range(3))
+        loading = asyncio.create_task(first.loaded())
+        first._dispatch(Resolved(config))
+        assert await first.resolved() is config
+        assert not loading.done()
+        first._dispatch(Ready(config))
+        assert await loading is config
+        # Clients that connect later get the settings with the engine's first answer.
+        second._dispatch(Ready(config))
+        assert await second.resolved() is config
+        third._dispatch(Failed(Failure.of(ConfigError("wrong"))))
+        with pytest.raises(ConfigError, match="wrong"):
+            await third.resolved()
+        for engine in (first, second, third):
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from quire.arrays import int32
 from quire.cache.block_tables import BlockTables
@@ -32,7 +33,7 @@ GROUP = KVGroup(layers=(0,), tokens_per_block=4)
 def engine(num_blocks: int = 64, groups: Any = (GROUP,), **config: Any) -> EngineCore:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, **config}
     executor = FakeExecutor(groups, [num_blocks] * len(groups), salt_of=lambda _: "")
-    args = SimpleNamespace(seed=0, trace_dir=None)
+    args = SimpleNamespace(seed=0, trace_dir=None, logprobs_mode="raw_logprobs")
     resolved = SimpleNamespace(args=args, scheduler=SchedulerConfig(**settings))
     return EngineCore(resolved, executor)  # type: ignore[arg-type]
 
@@ -61,13 +62,25 @@ def test_cells_are_free_cached_or_a_lanes() -> None:
     assert summarize_pool(tables, 100).owner[3] == FREE
 
 
+@pytest.mark.parametrize(
+    ("used", "cells", "per_cell"), [(0, 256, 1), (256, 256, 1), (257, 512, 1), (1500, 1024, 2)]
+)
+def test_only_the_used_part_has_cells(used: int, cells: int, per_cell: int) -> None:
+    tables = BlockTables(GROUP, 9000, 2, 36000)
+    tables.pool.take(used)
+    found = summarize_pool(tables, 1024)
+    assert (found.num_blocks, len(found.owner), found.per_cell) == (9000, cells, per_cell)
+    assert found.filled.sum() == used
+
+
 def test_a_large_pool_is_summarized_in_larger_cells() -> None:
     tables = BlockTables(GROUP, 1001, 2, 4004)
     tables.append(int32([1]), int32([5]), 5)
+    tables.pool.free(tables.pool.take(996)[:-1])  # only the last one stays
     found = summarize_pool(tables, 100)
     assert found.per_cell == 11
     assert len(found.owner) == 91
-    assert found.owner.tolist() == [1] + [FREE] * 90
+    assert found.owner.tolist() == [1] + [FREE] * 89 + [CACHED]
     assert found.filled[:2].tolist() == [5, 0]
     assert found.holders[0] == 1
 

@@ -30,7 +30,7 @@ def test_plans_are_measured_between_steps_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    table.table_for.cache_clear()
+    table.PLANS.forget()
     monkeypatch.setattr(table.chosen, "by_rules", dict(enumerate(SHAPES)))
     said: list[str] = []
     monkeypatch.setattr(feature, "_say", said.append)
@@ -57,8 +57,8 @@ def test_plans_are_measured_between_steps_and_kept(
     sys.stdout.write("\n  ".join([f"{time.monotonic() - began:.1f} s:", *said]) + "\n")
     assert "4 of 4" in said[0]
     assert "4 plans measured" in said[1]
-    table.table_for.cache_clear()
-    entries = table.table_for(torch.cuda.get_device_name()).entries
+    table.PLANS.forget()
+    entries = table.PLANS.entries(torch.cuda.get_device_name())
     for key in map(table.key_of, SHAPES):
         sys.stdout.write(f"  {key}: {entries[key].as_json()}\n")
     assert process.wait(5) == 0

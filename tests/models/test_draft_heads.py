@@ -205,6 +205,39 @@ def test_mtp_layers_draft_the_expected_tokens(mtp: tuple[Path, Twin]) -> None:
     llm.shutdown()
 
 
+def stale_updates(llm: LLM) -> int:
+    stats = llm.stats().weight_updates
+    assert stats is not None
+    return stats.stale_draft_updates
+
+
+def test_mtp_layers_follow_updates(mtp: tuple[Path, Twin], tmp_path: Path) -> None:
+    """After an update the layer drafts as that of a new engine with the same weights."""
+    folder, settings = mtp[0], {
+        "skip_tokenizer_init": True, "num_kv_blocks": 60, "max_model_len": 128, "max_num_seqs": 4,
+        "speculative": {"method": "mtp", "num_speculative_tokens": 3},
+    }  # fmt: skip
+    own = load_file(folder / "model.safetensors")
+    other = {name: each.roll(3, 0).contiguous() for name, each in own.items()}
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(other, tmp_path / "model.safetensors")
+    found = []
+    for path in (folder, tmp_path):
+        llm = LLM(str(path), **settings)
+        free_of_charge(llm)
+        found.append(claims_of(llm, PROMPTS, 12))
+        if path == folder:
+            last = next(name for name in own if re.fullmatch(r"model\.(\w+\.)?norm\.weight", name))
+            llm.update_weights([(last, other[last])])
+            assert stale_updates(llm) == 1
+            llm.update_weights(other.items())
+            assert stale_updates(llm) == 0
+            free_of_charge(llm)
+            found.append(claims_of(llm, PROMPTS, 12))
+        llm.shutdown()
+    assert found[1] == found[2] != found[0]
+
+
 EAGLE = {
     "hidden_size": 48,
     "intermediate_size": 80,

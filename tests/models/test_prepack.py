@@ -142,12 +142,27 @@ def test_rows_of_zeros_and_of_no_numbers(rows: int) -> None:
             assert given[1:].isfinite().all()
 
 
-def test_outputs_that_eight_bits_would_coarsen_stay_in_fp16() -> None:
+def test_outputs_that_eight_bits_would_coarsen_are_widened_to_sixteen() -> None:
     weight = _weight(WeightFormat(torch.uint8, 4, torch.float16, 32, zeros=True), 32, 128)
     assert weight.scales is not None
-    assert isinstance(prepacked.prepack(weight), prepacked.FourBits)
+    found = prepacked.prepack(weight)
+    assert isinstance(found, prepacked.FourBits)
+    assert isinstance(found.wider, prepacked.Integers)
     weight.scales[:, 0] *= 40
-    assert isinstance(prepacked.prepack(weight), prepacked.Halves)
+    found = prepacked.prepack(weight)
+    assert isinstance(found, prepacked.FourBits)
+    assert isinstance(found.wider, prepacked.Halves)
+    for rows, most in ((1, 0.01), (40, 0.001)):
+        assert _error(weight, replace(weight, prepacked=found), rows) < most
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_groups_that_do_not_divide_the_inputs_are_split(zeros: bool) -> None:
+    weight = _weight(WeightFormat(torch.uint8, 4, torch.float16, 128, zeros=zeros), 32, 192)
+    found = prepacked.prepack(weight)
+    assert isinstance(found, prepacked.FourBits)
+    assert found.group == 64
+    assert _error(weight, replace(weight, prepacked=found), 1) < 0.01
 
 
 def _layer(outputs: int, inputs: int, values: torch.Tensor) -> Linear:

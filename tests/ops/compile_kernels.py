@@ -4,6 +4,7 @@ compiler.
     python -m tests.ops.compile_kernels [FILE ...]     # default: every test of kernels, 3 minutes
     python -m tests.ops.compile_kernels --card sm_80   # for an older card
     python -m tests.ops.compile_kernels --gluon --machine-code   # Hopper's kernels, down to ptxas
+    python -m tests.ops.compile_kernels --record FOLDER          # for `launch_code`
 
 Each launch of those tests goes through the front end of Triton's compiler, by default for a Hopper
 card, and runs nothing; no GPU is needed. Results of the tests are ignored. Prints every launch that
@@ -32,12 +33,14 @@ import torch
 import triton
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource, CompilationError
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 import quire.ops.triton
 from quire.ops.triton import launch
+from tests.ops.launch_code import Code, Recorder, canonical_ir, canonical_ptx, leaves
 
 CARDS = {
     "sm_75": launch.DeviceTraits((7, 5), 40, 65_536, pdl=False, bf16=False),
@@ -110,13 +113,17 @@ class Compiler:
         kernels: number of compilations by kernel, for kernels in Triton and in Gluon.
     """
 
-    def __init__(self, *, machine_code: bool, gluon_only: bool) -> None:
+    def __init__(self, *, machine_code: bool, gluon_only: bool, recorder: Recorder | None) -> None:
         self.failures: list[str] = []
         self.kernels: dict[bool, collections.Counter[str]] = {
             gluon: collections.Counter() for gluon in (False, True)
         }
         self._seen: set[str] = set()
         self._machine_code, self._gluon_only = machine_code, gluon_only
+        self._recorder = recorder
+        self._codes: dict[str, Code] = {}
+        self._signature: dict[str, Any] = {}
+        self._key = ""
 
     @property
     def compiled(self) -> int:
@@ -131,7 +138,8 @@ class Compiler:
             try:
                 run_kernel(kernel, *args, **{**options, "warmup": True})
             except StoppedError:
-                pass
+                if self._recorder is not None:
+                    self._record(self._recorder, kernel, args, options)
             except CompilationError as error:
                 self._add_failure(kernel.__name__, error)
             except RuntimeError as error:
@@ -139,6 +147,9 @@ class Compiler:
                 self._add_failure(kernel.__name__, RuntimeError(str(error)[-2000:]))
 
         JITFunction.run = run
+        if self._recorder is not None:
+            self._watch_stages(ptx=self._recorder.ptx)
+            self._watch_signatures()
         self._watch(ASTSource, gluon=False)
         self._watch(GluonASTSource, gluon=True)
         triton.runtime.driver.set_active(Driver(card))
@@ -150,18 +161,66 @@ class Compiler:
     def _watch(self, source_class: type[ASTSource], *, gluon: bool) -> None:
         make_ir = source_class.make_ir
 
-        def watched(source: ASTSource, *args: Any, **options: Any) -> Any:
-            key = source.hash()
+        def watched(source: ASTSource, target: Any, options: Any, *more: Any) -> Any:
+            key = source.hash() + (options.hash() if self._recorder else "")
+            self._key = key
             if key in self._seen:
                 raise StoppedError
             self._seen.add(key)
             self.kernels[gluon][source.fn.__name__] += 1
-            module = make_ir(source, *args, **options)
-            if self._machine_code:
+            module = make_ir(source, target, options, *more)
+            if self._machine_code or self._recorder:
                 return module
             raise StoppedError
 
         source_class.make_ir = watched
+
+    def _watch_stages(self, *, ptx: bool) -> None:
+        """Ends compilations with the code to record."""
+        add_stages = CUDABackend.add_stages
+
+        def watched(backend: CUDABackend, stages: dict[str, Any], options: Any, *more: Any) -> None:
+            add_stages(backend, stages, options, *more)
+            last = "ptx" if ptx else "ttir" if "ttir" in stages else "ttgir"
+            make = stages[last]
+
+            def record(source: Any, metadata: dict[str, Any]) -> None:
+                made = make(source, metadata)
+                code = canonical_ptx(made, metadata["shared"]) if ptx else None
+                text, order = code or canonical_ir(made.str_nodebug())
+                given = {**vars(options), "extern_libs": None}  # They have paths.
+                self._codes[self._key] = Code(f"{given}\n{text}", order)
+                raise StoppedError
+
+            stages[last] = record
+
+        CUDABackend.add_stages = watched
+
+    def _watch_signatures(self) -> None:
+        pack_args = JITFunction._pack_args
+
+        def watched(kernel: JITFunction[Any], *args: Any) -> Any:
+            packed = pack_args(kernel, *args)
+            self._signature = packed[1]
+            return packed
+
+        JITFunction._pack_args = watched
+
+    def _record(
+        self, recorder: Recorder, kernel: JITFunction[Any], args: Any, options: dict[str, Any]
+    ) -> None:
+        code = self._codes.get(self._key)
+        if code is None:  # It did not compile.
+            return
+        named = {**dict(zip(self._signature, args, strict=False)), **options}
+        values = [
+            part
+            for name, kind in self._signature.items()
+            if name in named
+            for part in leaves(named[name], kind)
+        ]
+        test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+        recorder.add(test, kernel.__name__, code, options["grid"], values)
 
     def _add_failure(self, kernel: str, error: BaseException) -> None:
         test = os.environ["PYTEST_CURRENT_TEST"]
@@ -185,14 +244,22 @@ def main() -> int:
     parser.add_argument(
         "--machine-code", action="store_true", help="behind the front end: passes, LLVM, ptxas"
     )
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="record the code of all launches in a folder"
+    )
+    parser.add_argument("--ptx", action="store_true", help="record PTX")
     options = parser.parse_args()
+    recorder = Recorder(options.record, ptx=options.ptx) if options.record else None
+    triton.knobs.compilation.disable_line_info = recorder is not None
     card = CARDS[options.card]
     gluon_tests = GLUON_TESTS if card.gluon else []
     files = options.files or [*([] if options.gluon else [TESTS]), *gluon_tests]
     for module in pkgutil.iter_modules(quire.ops.triton.__path__, f"{quire.ops.triton.__name__}."):
         if not (module.name.split(".")[-1].startswith("hopper_") and not card.gluon):
             importlib.import_module(module.name)
-    compiler = Compiler(machine_code=options.machine_code, gluon_only=options.gluon)
+    compiler = Compiler(
+        machine_code=options.machine_code, gluon_only=options.gluon, recorder=recorder
+    )
     compiler.install(card)
     skip_checks()
     os.environ["TRITON_INTERPRET"] = "1"  # Kernels' tests are skipped without.
@@ -205,6 +272,8 @@ def main() -> int:
         pytest.main(
             [*common, "-o", "addopts=", f"--ignore={own}", "--assert=plain", *map(str, files)]
         )
+    if recorder is not None:
+        recorder.write()
     gluon = compiler.kernels[True]
     lines = [
         f"{compiler.compiled} kernels compile, {len(compiler.failures)} do not "

@@ -22,6 +22,7 @@ from quire.ops.experts import SILU, ExpertWeights, Routing
 from quire.ops.triton.experts import plan as planner
 from quire.ops.triton.experts import tune
 from quire.ops.triton.experts.plan import (
+    PLANS,
     RANGES,
     ExpertsPlan,
     ExpertsShape,
@@ -29,14 +30,12 @@ from quire.ops.triton.experts.plan import (
     MmaTile,
     RingTile,
     Tile,
-    cache_path,
     chosen_plan,
-    dumps,
     key_of,
-    loads,
     plan_for,
 )
 from quire.ops.triton.experts.tune import TunedLayer, all_plans, best_plan, known_or_measured
+from quire.ops.triton.products import plans
 from quire.ops.weight import Weight, WeightFormat
 from quire.parallel import SingleGroup
 from quire.quantization.quantization import Unquantized
@@ -61,8 +60,9 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(planner, "_measured", {})
+    monkeypatch.setattr(planner, "_used", {})
     chosen_plan.cache_clear()
+    PLANS.forget()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=key_of)
@@ -79,7 +79,7 @@ def test_candidates_are_few_and_serve_the_shape(shape: ExpertsShape) -> None:
         assert shape.ring or not isinstance(plan.up, RingTile)
         if plan.kernel == "grouped":
             assert plan.up.bm == plan.down.bm
-        assert loads(dumps({"key": plan})) == {"key": plan}
+        assert PLANS.loads(PLANS.dumps("Card X", {"key": plan})) == {"key": plan}
 
 
 def test_each_product_gets_its_fastest_tile() -> None:
@@ -122,10 +122,10 @@ def test_a_plan_serves_its_range() -> None:
     '{"entries": {"a": {"kernel": "gemv", "up": {"kind": "ring", "stages": "4"}, "down": {}}}}',
 ])  # fmt: skip
 def test_a_broken_file_is_ignored(text: str) -> None:
-    path = cache_path("Card X")
+    path = PLANS.path("Card X")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert planner.read("Card X") == {}
+    assert PLANS.entries("Card X") == {}
 
 
 # -- a start ---------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def test_a_second_start_measures_nothing(timed: list[Any]) -> None:
     assert known_or_measured([layer(64)], 1).keys().isdisjoint(found)
     assert {tokens for _, tokens in timed} == {1}
     assert known_or_measured(layers, 130).items() > found.items()
-    assert len(planner.read("Card X")) == len(found) + 2
-    assert planner.read("Card Y") == {}
+    assert len(PLANS.entries("Card X")) == len(found) + 2
+    assert PLANS.entries("Card Y") == {}
 
 
 def test_measurements_past_the_time_limit_leave_the_default_plans(
@@ -176,7 +176,7 @@ def test_measurements_past_the_time_limit_leave_the_default_plans(
     monkeypatch.setattr(tune, "SECONDS", -1.0)
     assert known_or_measured([layer()], 100) == {}
     assert not timed
-    assert not cache_path("Card X").exists()
+    assert not PLANS.path("Card X").exists()
 
 
 def test_a_cache_that_cannot_be_written_costs_the_next_start(
@@ -188,9 +188,9 @@ def test_a_cache_that_cannot_be_written_costs_the_next_start(
 
 
 def test_changed_sources_get_a_new_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = cache_path("Card X")
-    monkeypatch.setattr(planner, "sources_hash", lambda: "other")
-    assert cache_path("Card X") != path
+    path = PLANS.path("Card X")
+    monkeypatch.setattr(plans, "sources_hash", lambda: "other")
+    assert PLANS.path("Card X") != path
 
 
 class Ranks:
@@ -220,12 +220,12 @@ def test_the_first_rank_decides_for_all(timed: list[Any], monkeypatch: pytest.Mo
     first, second = (model_of(Ranks(rank)) for rank in (0, 1))
     expert_tiles.choose_tiles(first, 1)
     assert len(timed) > 0
-    chosen = dict(planner._measured)
+    chosen = dict(planner._used)
     timed.clear()
-    planner._measured.clear()
+    planner._used.clear()
     expert_tiles.choose_tiles(second, 1)
     assert not timed
-    assert planner._measured == chosen
+    assert planner._used == chosen
     assert chosen
 
 

@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 
 from quire.ops.triton.launch import INTERPRETED
 from quire.ops.triton.products import tune as tuning
+from quire.ops.triton.products.measure import preferred
 from quire.ops.triton.products.plan import TORCH, Shape
 from quire.ops.triton.products.table import heuristic, key_of
-from quire.ops.triton.products.tune import Tuner, preferred, tune
+from quire.ops.triton.products.tune import Tuner, tune
 from quire.ops.weight import WeightFormat
 
 CPU = torch.device("cpu")

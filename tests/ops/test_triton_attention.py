@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import KVFormat, KVLayer
+from quire.ops import AttentionHeads, KVFormat, KVLayer, Policy, use_policy
+from quire.ops.triton import launch
 from quire.ops.triton.attention.attention import (
     AttentionTuning,
     Tiles,
     _more_programs,
     attention_schedule,
+    most_skew,
     paged_attention,
 )
 from quire.ops.triton.attention.schedule import Cuts, schedule, schedule_long
@@ -109,6 +111,7 @@ class Case:
 
     def check(self, tuning: AttentionTuning = SMALL, **keywords: object) -> Tensor:
         out = self.run(tuning, **keywords)
+        keywords.pop("scratch", None)
         starts, lens = self.query_start.tolist(), self.seq_lens.tolist()[: self.rows]
         want = twin(
             self.q, self.kv.k, self.kv.v, starts, lens, self.table, 0.3,
@@ -172,6 +175,42 @@ def test_one_long_row_among_many_is_cut(kernel_device: str, rows: int) -> None:
         *others, last = made.rows[1].tolist()
         assert set(others) == {1}
         assert last == 1 if long == 1000 else last >= least
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (40, True)])
+@pytest.mark.parametrize("even", [None, True, False])
+def test_decodes_that_fill_the_card(
+    kernel_device: str, even: bool | None, window: int | None, sinks: bool
+) -> None:
+    """Row 3 is long, row 5 has ended."""
+    rows = [(1, 20)] * 14
+    rows[3], rows[5] = (1, 200), (0, 0)
+    case, tuning = Case(kernel_device, rows), replace(AttentionTuning(), decode=SMALL.decode)
+    made = attention_schedule(
+        case.query_start, case.seq_lens, heads=4, kv_heads=2, head_dim=64, dtype=case.q.dtype,
+        kv_format=case.kv.format, tokens=len(case.q), max_q_len=1, window=window, even=even,
+        tuning=tuning,
+    )  # fmt: skip
+    if kernel_device == "cpu":
+        assert made.parts is not even
+        assert window is not None or (int(made.rows[1, 3]) > 1) is made.parts
+        assert int(made.rows[1].sum() - made.rows[1, 3]) == 12
+    own = torch.linspace(-1, 1, 4, device=kernel_device) if sinks else None
+    case.check(tuning, window=window, sinks=own, scratch={"schedule": made})
+
+
+def test_the_skew_up_to_which_rows_stay_whole(kernel_device: str) -> None:
+    heads = AttentionHeads(8, 2, 64, torch.bfloat16, KVFormat(torch.bfloat16))
+    sms = launch.traits(torch.device(kernel_device)).num_sms
+
+    def skew(programs: int) -> float | None:
+        return most_skew(torch.zeros(programs // 2, device=kernel_device), heads)
+
+    assert skew(3 * sms) is None
+    assert skew(4 * sms) == 1.25
+    assert skew(20 * sms) == 4.0
+    with use_policy(Policy(deterministic=True)):
+        assert skew(4 * sms) is None
 
 
 def test_soft_cap(kernel_device: str) -> None:

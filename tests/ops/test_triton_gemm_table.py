@@ -12,16 +12,13 @@ pytest.importorskip("triton")
 from quire.ops.triton.launch import DeviceTraits
 from quire.ops.triton.products.plan import TORCH, GemmPlan, Shape, multiplies
 from quire.ops.triton.products.table import (
-    GemmTable,
+    PLANS,
     bucket,
-    cache_path,
     fixed_plan,
     heuristic,
-    keep,
     key_of,
     plan_for,
     rows_plan,
-    table_for,
 )
 from quire.ops.triton.products.tune import candidates, refinements
 from quire.ops.weight import WeightFormat
@@ -44,16 +41,16 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    table_for.cache_clear()
+    PLANS.forget()
 
 
 def test_a_table_survives_the_disk() -> None:
     shape = Shape(3, 64, 32, torch.bfloat16, norm=True)
     plan = GemmPlan("skinny", bm=16, bn=32, bk=64, stages=4, split_k=2, swap=True, norm="exact")
-    table = GemmTable("Card X", entries={key_of(shape): plan, "other": TORCH})
-    assert GemmTable.loads(table.dumps()).entries[key_of(shape)] == plan
-    path = keep("Card X", table.entries)
-    assert path == cache_path("Card X")
+    entries = {key_of(shape): plan, "other": TORCH}
+    assert PLANS.loads(PLANS.dumps("Card X", entries))[key_of(shape)] == plan
+    path = PLANS.keep("Card X", entries)
+    assert path == PLANS.path("Card X")
     assert plan_for(shape, "Card X", H200) == plan
     assert plan_for(shape._replace(m=4), "Card X", H200) == plan
     assert plan_for(shape, "Card Y", H200) == heuristic(shape, H200)
@@ -80,10 +77,10 @@ def test_tiles_of_deterministic_layers_follow_the_rows_on_hopper_cards(gated: bo
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"card": 1, "triton": 2, "entries": {"a": 3}}'])
 def test_a_broken_table_is_ignored(text: str) -> None:
-    path = cache_path("Card X")
+    path = PLANS.path("Card X")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert table_for("Card X").entries == {}
+    assert PLANS.entries("Card X") == {}
 
 
 def test_many_rows_go_to_cublas() -> None:

@@ -15,6 +15,7 @@ from quire.ops.triton.attention.latent_attention import (
     LatentTuning,
     head_block,
     latent_attention,
+    latent_most_skew,
     latent_schedule,
 )
 from quire.ops.triton.attention.schedule import Tiles
@@ -101,6 +102,24 @@ def test_bf16_and_a_schedule_that_serves_all_layers(kernel_device: str) -> None:
         case.query_start, case.seq_lens, heads=4, rank=40, width=48, dtype=torch.bfloat16,
         tokens=len(case.q), max_q_len=1,
     )  # fmt: skip
+    case.check(scratch={"schedule": made})
+
+
+@pytest.mark.parametrize("even", [None, True, False])
+def test_decodes_that_fill_the_card(kernel_device: str, even: bool | None) -> None:
+    """Row 3 is long, row 5 has ended."""
+    rows = [(1, 20)] * 14
+    rows[3], rows[5] = (1, 120), (0, 0)
+    case = Case(kernel_device, rows, padding=0)
+    made = latent_schedule(
+        case.query_start, case.seq_lens, heads=6, rank=40, width=48, dtype=case.q.dtype,
+        tokens=len(case.q), max_q_len=1, even=even,
+    )  # fmt: skip
+    if kernel_device == "cpu":
+        assert made.parts is (even is False)
+        assert (int(made.rows[1, 3]) > 1) is made.parts
+        assert latent_most_skew(case.seq_lens, 6) == len(case.seq_lens) / 4
+        assert latent_most_skew(case.seq_lens[:12], 6) is None
     case.check(scratch={"schedule": made})
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import LogitRows, StepRows, reference
+from quire.ops import LogitRows, ProcessedLogits, StepRows, reference
 from quire.ops.reference import random, truncate
 from quire.ops.triton.step import step
 from quire.ops.triton.step.sampling import sample, token_logprobs
@@ -278,3 +278,76 @@ def test_token_logprobs_of_a_wider_table(kernel_device: str, op: Any) -> None:
     table = torch.full((3, 700), 50.0, device=kernel_device)
     table[:, :600] = torch.randn(3, 600, generator=torch.Generator().manual_seed(6))
     check_logprobs(op, table[:, :600], [1, 599, 300], [5, 100, 0])
+
+
+def cuts_of(case: Lanes, logits: Tensor, **keywords: Any) -> Tensor:
+    """Returns which tokens the rows' cuts keep, bool [N, V]."""
+    cuts = torch.zeros(len(logits) + 1, 2, dtype=torch.int32, device=logits.device)
+    case.run(logits, cuts=cuts, **keywords)
+    low = cuts[:-1, 0].clone().view(torch.float32).unsqueeze(1)
+    x = logits.float() / case.floats[case.lanes, 0:1]
+    return (x > low) | ((x == low) & (torch.arange(VOCAB) <= cuts[:-1, 1:2].to(x.device)))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("spread", [0.05, 3.0])
+def test_cuts(kernel_device: str, sampler: Any, spread: float) -> None:
+    """A cut keeps the tokens that truncation keeps, ties included."""
+    make = torch.Generator().manual_seed(8)
+    rows = ROWS[1:]
+    logits = (spread * torch.randn(len(rows), VOCAB, generator=make)).to(kernel_device)
+    logits[:, 7:50] = logits[:, 6:7]
+    case = Lanes(rows, kernel_device)
+    case.op = sampler
+    kept = torch.isfinite(case.scores(logits))
+    different = (cuts_of(case, logits) != kept).sum(dim=1)
+    # Where many tokens reach the mass together, sums in another order may keep one more or less.
+    assert (different <= (43 if spread < 1 else 0)).all(), different
+    assert (different == 0).sum() >= len(rows) - 3
+
+
+@pytest.mark.parametrize("op", LOGPROBS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_logprobs_of_modes(kernel_device: str, op: Any, dtype: torch.dtype) -> None:
+    make = torch.Generator().manual_seed(9)
+    rows = [(0.7, 5, 1.0, 0.0), (1.3, 0, 0.9, 0.0), (0.0, 5, 1.0, 0.0), (0.5, 0, 1.0, 0.0)] * 4
+    raw = (3 * torch.randn(len(rows), VOCAB, generator=make)).to(dtype).to(kernel_device)
+    logits = raw.clone()
+    logits[:, ::2] -= 1.0
+    logits[:, 40:60] = -math.inf
+    case = Lanes(rows, kernel_device)
+    case.op = reference.sample
+    cuts = torch.zeros(len(rows), 2, dtype=torch.int32, device=kernel_device)
+    tokens = case.run(logits, cuts=cuts)
+    modes, wanted = (torch.zeros(len(case.ints), dtype=torch.int32) for _ in range(2))
+    modes[case.lanes] = torch.arange(4, dtype=torch.int32).repeat_interleave(4)
+    wanted[case.lanes] = torch.tensor([20, 1, 0, 7, 3, 20, 20, 0] * 2, dtype=torch.int32)
+    sizes = torch.zeros(len(rows), dtype=torch.int32, device=kernel_device)
+    lines = torch.full((len(rows), WIDTH), 99, dtype=torch.int32, device=kernel_device)
+    places = LogitRows(case.lanes.int(), case.lanes.int(), case.position, case.lanes.int())
+    op(
+        raw, places, tokens, wanted.to(kernel_device), lines,
+        ProcessedLogits(logits, modes.to(kernel_device), case.floats[:, 0], cuts, sizes),
+    )  # fmt: skip
+    slots = 1 + MAX_LOGPROBS
+    values = lines[:, 2 + slots :].contiguous().view(torch.float32)
+    for row, (temperature, top_k, top_p, _) in enumerate(rows):
+        mode = row // 4
+        x = raw[row].double()
+        if mode & 1:
+            x = (logits[row].float() / (temperature or 1.0)).double()
+            if temperature:
+                cut = top_k or VOCAB, top_p
+                x = truncate.top_k_top_p(
+                    x[None].float(), torch.tensor(cut[:1]), torch.tensor(cut[1:])
+                )[0].double()
+        expected = x if mode & 2 else x.log_softmax(0)
+        token, amount = int(tokens[row]), int(wanted[case.lanes[row]])
+        best = x.sort(descending=True, stable=True).indices[:amount].tolist()
+        best = [each if x[each] > -math.inf else -1 for each in best]
+        assert lines[row, 1] == (x > x[token]).sum() + 1
+        assert lines[row, 2 : 3 + amount].tolist() == [token, *best]
+        assert sizes[row] == (x > -math.inf).sum()
+        for place, each in enumerate([token, *best]):
+            if each >= 0:
+                assert abs(values[row, place] - expected[each]) < 3e-5

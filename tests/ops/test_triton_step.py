@@ -136,8 +136,10 @@ def test_held_lanes(kernel_device: str, side: Any, drafted: bool) -> None:
         assert position.tolist() == [-11, -7 if again else 6, 13, -1]
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_decodes_are_expanded_like_any_rows(kernel_device: str, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "even"), [(None, None), (40, None), (None, False), (40, True)])
+def test_decodes_are_expanded_like_any_rows(
+    kernel_device: str, window: int | None, even: bool | None
+) -> None:
     """Lanes: a held one that resumes, one that has ended, a prompt's token without logits, padding
     at the end, and two that generate."""
     make = torch.Generator().manual_seed(4)
@@ -157,8 +159,9 @@ def test_decodes_are_expanded_like_any_rows(kernel_device: str, window: int | No
         rows, position, tokens, [(table, 4)], wanted_logits, num_tokens=7, max_seq_len=2000
     )
     found, embedded, made = decodes.expand_decodes(
-        rows, position, tokens, (table, 4), found_logits, weight, max_seq_len=2000, attention=heads
-    )
+        rows, position, tokens, (table, 4), found_logits, weight, max_seq_len=2000,
+        attention=heads, even=even,
+    )  # fmt: skip
     for name in ("ids", "positions", "seq_lens"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     assert torch.equal(found.groups[0].slots, wanted.groups[0].slots)
@@ -173,7 +176,7 @@ def test_decodes_are_expanded_like_any_rows(kernel_device: str, window: int | No
         assert torch.equal(mine[real], theirs[real])
     other = attention_schedule(
         rows.query_start, wanted.seq_lens, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32,
-        kv_format=heads.kv_format, tokens=7, max_q_len=1, window=window,
+        kv_format=heads.kv_format, tokens=7, max_q_len=1, window=window, even=even,
     )  # fmt: skip
     assert made.items.shape == other.items.shape
     used_items = other.items[:, 0] >= 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,28 @@ def test_static_batches_wait_for_their_last_request() -> None:
     assert batches(size=3) == ([3, 1], [2, 2, 2, 3])
     assert batches(size=3, window=1.5) == ([2, 2], [1, 1, 3, 3])
     assert batches(size=1) == ([1, 1, 1, 1], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("config", [GPT2, QWEN2], ids=["gpt2", "qwen2"])
+def test_padded_steps_give_the_same_tokens(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Graphs pad rows and lengths. Without a GPU the padded steps run as they are."""
+    args = argparse.Namespace(device="cpu")
+    plain = ladder.load_plain(model_folder(tmp_path / "model", config), args)
+    padded = ladder.GraphedModel(plain)
+    jobs = ladder.requests(5, 2, (3, 9), (3, 7), 0.0, 200)
+    runs = [
+        ladder.naive,
+        ladder.cached,
+        lambda *work: ladder.static(*work, size=3),
+        lambda *work: ladder.continuous(*work, slots=3),
+    ]
+    for run in runs:
+        outputs = []
+        for model in (plain, padded):
+            own = ladder.fresh(jobs)
+            run(model, own, ladder.Clock(plain.device))
+            outputs.append([job.output for job in own])
+        assert outputs[0] == outputs[1]
 
 
 def test_the_table_has_all_rungs_in_their_order() -> None:

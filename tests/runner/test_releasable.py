@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.runner.releasable import HostPages, _gaps, _pieces, releasable_memory
+from quire.runner.releasable import HostPages, _gaps, _in_chunks, releasable_memory
 
 MB = 1 << 20
 
@@ -16,8 +16,14 @@ def test_gaps_between_spans() -> None:
     assert list(_gaps((50, 100), [(0, 50), (100, 110)])) == [(50, 100)]
 
 
-def test_pieces_of_a_span() -> None:
-    assert list(_pieces((5, 64 * MB + 6))) == [(5, 64 * MB + 5), (64 * MB + 5, 64 * MB + 6)]
+def test_spans_in_chunks() -> None:
+    chunks = [torch.full((8,), index, dtype=torch.uint8) for index in range(3)]
+    found = [(span, each.tolist()) for span, each in _in_chunks([(2, 7), (20, 31)], iter(chunks))]
+    assert found == [
+        ((2, 7), [0] * 5),
+        ((20, 23), [0] * 3),
+        ((23, 31), [1] * 8),
+    ]
 
 
 def test_pages_of_a_cpu() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ class Programs:
         self._program = program
         self.seen = list[Any]()
 
-    def body(self, step: BodyShape) -> BodyShape:
+    def body(self, step: BodyShape, skew: float = 1.0) -> BodyShape:
         return step
 
     def head(self, logit_rows: int, level: Level) -> HeadShape:
@@ -290,6 +291,30 @@ def test_body_and_head_of_a_decode_are_one_program(tmp_path: Path) -> None:
     kinds = [type(key) for key in programs.seen]
     assert kinds[:2] == [BodyShape, HeadShape]
     assert set(kinds[2:]) == {StepShape}
+
+
+class TwoBodies(Programs):
+    """Programs of which decodes have two, by the skew of their rows."""
+
+    def body(self, step: BodyShape, skew: float = 1.0) -> BodyShape:
+        return replace(step, even=skew <= 1.5) if step.longest == 1 else step
+
+
+def test_the_lengths_of_decodes_choose_their_body(tmp_path: Path) -> None:
+    """Eight short rows beside a long one, which ends first."""
+    folder = model_folder(tmp_path / "model", TINY)
+    short, long = (
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (16, 8)
+    )
+    jobs = [Job([6] * 90, long), *[Job([7, 8, 9], short)] * 8]
+    alone = TinyEngine(folder, lanes=9).run(jobs)
+    engine = TinyEngine(folder, lanes=9)
+    running = engine.runner.running
+    running.graphs = programs = TwoBodies(running.program)
+    assert engine.run(jobs) == alone
+    bodies = [key.body for key in programs.seen if isinstance(key, StepShape)]
+    assert {body.even for body in bodies if body.rows == 9} == {False}
+    assert {body.even for body in bodies if body.rows == 8} == {True}
 
 
 def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:

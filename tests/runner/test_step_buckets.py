@@ -93,6 +93,20 @@ def test_shapes_by_the_longest_row() -> None:
     assert buckets.few(20) == BodyShape(32, 8, 32)
 
 
+def test_decodes_of_some_numbers_of_rows_have_two_bodies() -> None:
+    own = Limits(lanes=32, tokens=512, logit_rows=32, length=512)
+    buckets = Buckets(own, {16: 1.5, 32: 2.5})
+    even, uneven = (BodyShape(32, 32, 1, even=even) for even in (True, False))
+    assert [buckets.body(20, 20, 1, skew) for skew in (1.0, 2.5, 2.6)] == [even, even, uneven]
+    assert buckets.body(9, 9, 1, 2.0) == BodyShape(16, 16, 1, even=False)
+    assert buckets.body(8, 8, 1, 9.0) == BodyShape(8, 8, 1)
+    assert buckets.body(20, 19, 2, 9.0) == BodyShape(32, 31, 32)
+    decodes = [body for body in buckets.bodies() if body.longest == 1]
+    assert len(decodes) == len(set(decodes)) == 4 + 2 * 2
+    assert {even, uneven} <= set(decodes)
+    assert {step.body.even for step in buckets.steps()} == {None, True}
+
+
 @pytest.mark.parametrize(("drafts", "logit_rows"), [(0, 256), (3, 512)])
 def test_few_graphs(drafts: int, logit_rows: int) -> None:
     own = Limits(lanes=256, tokens=8192, logit_rows=logit_rows, length=40960, drafts=drafts)

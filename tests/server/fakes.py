@@ -15,10 +15,17 @@ from quire.engine.loop.output import CompletionUpdate
 from quire.errors import EngineDeadError, QuireError
 from quire.features.call import CallType, NewsType
 from quire.features.lora.calls import NAMES
+from quire.features.structured_output.calls import CHECK_GRAMMAR
 from quire.grammar.grammar import compilable
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.text.chat_template import TemplateTraits
+
+
+def refuse_grammar(params: SamplingParams) -> None:
+    """Raises GrammarError if the engine would refuse a request's grammar."""
+    if params.structured_outputs is not None:
+        compilable(params.structured_outputs)
 
 
 @dataclass
@@ -51,6 +58,7 @@ class FakeClient:
             scheduler=SimpleNamespace(max_model_len=64),
             hidden_size=4,
             matryoshka=None,
+            images=False,
             pooling="last",
             args=SimpleNamespace(lora_dir=None),
         )
@@ -72,17 +80,16 @@ class FakeClient:
         return self.adapters if news is NAMES else news.default
 
     async def call(self, call: CallType[Any, Any], request: Any, on_end: Any = None) -> Any:
-        raise call.refuse()
-
-    async def check(self, params: SamplingParams) -> None:
-        if params.structured_outputs is not None:
-            compilable(params.structured_outputs)
+        if call is not CHECK_GRAMMAR:
+            raise call.refuse()
+        compilable(request)
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
     ) -> AsyncIterator[CompletionUpdate]:
         if not self.alive:
             raise EngineDeadError("dead")
+        refuse_grammar(params)
         self.seen.append((prompt, params))
         ended = False
         scored = None

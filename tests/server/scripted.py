@@ -25,7 +25,7 @@ from quire.server.args import ServerArgs
 from quire.server.http.websocket import WEBSOCKETS
 from quire.server.process.listen import bind, url_of
 from quire.text.tokenizer import Tokenizer
-from tests.server.fakes import FakeClient
+from tests.server.fakes import FakeClient, refuse_grammar
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny"
 MODEL = "scripted"
@@ -77,6 +77,7 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
         hidden_size=64,
         matryoshka=(),
         pooling="last",
+        images=False,
         scheduler=SimpleNamespace(max_model_len=2048),
         args=SimpleNamespace(lora_dir=None),
     )
@@ -102,6 +103,7 @@ class Speaker(FakeClient):
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
     ) -> AsyncIterator[CompletionUpdate]:
+        refuse_grammar(params)
         self.seen.append((prompt, params))
         self.heard.append(self.tokenizer.decode(prompt, skip_special_tokens=False))
         ids = self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False).tolist()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.config import EngineArgs
 from quire.errors import RequestError
 from quire.features.call import PromptPart
 from quire.server.apis.batch.store import BatchStore
@@ -330,3 +331,19 @@ def test_files(tmp_path: Path) -> None:
     assert (first.status_code, source) == (200, b"hi")
     assert missing.status_code == 404
     assert "messages[0].content[0]" in missing.text
+
+
+def test_the_models_card_has_the_limits() -> None:
+    async def card(client: FakeClient, **args: Any) -> Any:
+        async with connect(client, ServerArgs(**args)) as http:
+            return (await http.get("/v1/models")).json()["data"][0]
+
+    client = FakeClient()
+    assert "images" not in run(card(client))
+    client.config.images = True
+    client.config.args = EngineArgs(model="fake", max_image_bytes=1000, max_images=3)
+    limits = {"max_images": 3, "max_bytes": 1000, "max_pixels": 64 << 20}
+    assert run(card(client))["images"] == limits
+    client.config.args = EngineArgs(model="fake")
+    # 20 MiB, as base64, would not fit into a body of 16 MB.
+    assert run(card(client))["images"]["max_bytes"] == (16_000_000 - (64 << 10)) * 3 // 4

@@ -115,8 +115,20 @@ def families(metrics: ServerMetrics) -> dict[str, Any]:
 
 def test_the_metrics_table_matches_the_exported_metrics(everything: ServerMetrics) -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
-    rows = re.findall(r"^\| `(quire_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", text, re.MULTILINE)
-    told = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _ in rows}
+    row = r"^\| `(quire_\w+)(?:\{(.*)\})?` \| [^|]+ \|$"
+    tables = re.split(r"^(?=\| [^`].* \| \|\n\| --- \|)", text, flags=re.MULTILINE)
+    rows = [
+        (name, "histogram" if table.startswith("| histograms") else None, labels)
+        for table in tables
+        for name, labels in re.findall(row, table, re.MULTILINE)
+    ]
+    told = {
+        name: (
+            kind or ("counter" if name.endswith("_total") else "gauge"),
+            set(labels.split(",")) - {""},
+        )
+        for name, kind, labels in rows
+    }
     assert len(told) == len(rows)
     there = {
         name: (family.type, {key for sample in family.samples for key in sample.labels} - {"le"})

@@ -77,13 +77,16 @@ def test_head() -> None:
     assert response.status_code == 200
 
 
-@pytest.mark.parametrize("name", sorted(FILES.values()))
+OWN = sorted(name for name in FILES.values() if not name.startswith("vendor/"))
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_files_refer_only_to_each_other(name: str) -> None:
     """References are relative, so that the page works under a path prefix, and each referenced file
     exists."""
     text = content(name).decode()
     assert len(text.splitlines()) <= 400
-    references = re.findall(r'(?:src|href|from) ?=? ?"([^"]+)"', text)
+    references = re.findall(r'(?:src|href|from|import\() ?=? ?"([^"]+)"', text)
     for reference in references:
         if name == "index.html":
             assert f"/{reference}" in FILES
@@ -92,6 +95,17 @@ def test_files_refer_only_to_each_other(name: str) -> None:
     addresses = re.findall(r"https?://[^\s\"'`]+", text)
     assert set(addresses) <= {"http://www.w3.org/2000/svg"}
     assert "innerHTML" not in text
+
+
+def test_modules_of_others_have_their_licenses_and_load_when_needed() -> None:
+    licenses = (STATIC / "vendor" / "LICENSES.txt").read_text("utf-8")
+    vendored = [name for name in FILES.values() if name.startswith("vendor/")]
+    assert vendored
+    for name in vendored:
+        assert f"\n{name.removeprefix('vendor/')}: " in licenses
+        assert b"sourceMappingURL" not in content(name)
+    for name in OWN:
+        assert not re.search(r'(?:src|href|from) ?=? ?"[^"]*vendor/', content(name).decode())
 
 
 def test_the_form_has_the_declared_parameters() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,7 +90,7 @@ def test_tokens_are_coloured_and_tell_their_alternatives(page: Any) -> None:
     unlikely.hover()
     assert page.is_visible("#token-card")
     assert page.locator("#token-card tr:not(:has(.bar-cell))").count() >= 5
-    page.focus(".answer-text")
+    page.focus(".tokens")
     page.keyboard.press("Home")
     assert "current" in (tokens.first.get_attribute("class") or "")
     assert "%" in page.inner_text("#announcer")
@@ -143,15 +146,131 @@ def test_empty_fields_show_their_defaults(page: Any) -> None:
         assert page.get_attribute(f"#param-{name}", "placeholder") == value
 
 
+def test_no_default_is_clipped(page: Any) -> None:
+    """The text of an empty field fits, also where the model gives the default."""
+    page.wait_for_selector("#model:not(:empty)")
+    too_wide = page.evaluate(
+        """() => [...document.querySelectorAll("#params-form input")].filter((input) => {
+            const context = document.createElement("canvas").getContext("2d");
+            const style = getComputedStyle(input);
+            context.font = style.font;
+            const room = input.clientWidth - parseFloat(style.paddingLeft) * 2;
+            return context.measureText(input.placeholder).width > room;
+        }).map((input) => input.name)"""
+    )
+    assert too_wide == []
+
+
+def png(width: int, height: int) -> bytes:
+    """Returns an image of one colour."""
+    rows = (b"\0" + b"\x20\x80\xc0" * width) * height
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows, 9)),
+        (b"IEND", b""),
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+
+
+PNG = png(400, 200)
+
+
+def with_images(page: Any, **limits: int) -> None:
+    """Lets the page believe that the model sees images."""
+    images = {"max_images": 2, "max_bytes": 1000, "max_pixels": 100_000, **limits}
+
+    def answer(route: Any) -> None:
+        found = route.fetch().json()
+        found["data"][0]["images"] = images
+        route.fulfill(json=found)
+
+    page.route("**/v1/models", answer)
+    page.reload()
+
+
+def test_images_go_with_a_question(page: Any) -> None:
+    page.wait_for_selector("#model:not(:empty)")
+    assert page.is_hidden("#attach")
+    with_images(page)
+    page.wait_for_selector("#attach:visible")
+    assert "2 images of at most 1.0 kB" in page.get_attribute("#attach", "title")
+    file = {"name": "dot.png", "mimeType": "image/png", "buffer": PNG}
+    page.set_input_files("#attach-files", [file])
+    page.wait_for_selector("#attachments canvas[aria-label='dot.png']")
+    for kind in ("paste", "drop"):
+        page.evaluate(
+            """([kind, bytes]) => {
+                const data = new DataTransfer();
+                data.items.add(new File([new Uint8Array(bytes)], kind, {type: "image/png"}));
+                const given = {bubbles: true, cancelable: true};
+                const event = kind === "paste"
+                    ? new ClipboardEvent(kind, {...given, clipboardData: data})
+                    : new DragEvent(kind, {...given, dataTransfer: data});
+                document.getElementById("input").dispatchEvent(event);
+            }""",
+            [kind, list(PNG)],
+        )
+        if kind == "paste":
+            page.wait_for_selector("#attachments canvas[aria-label=paste]")
+    page.wait_for_selector("#attach-error:has-text('may have 2 images')")
+    page.click("[aria-label='Remove paste']")
+    answer_with(page, delta(content="A dot."))
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "What is it?")
+    image, text = json.loads(sent.value.post_data)["messages"][0]["content"]
+    assert image["image_url"]["url"] == f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+    assert text == {"type": "text", "text": "What is it?"}
+    assert page.locator(".asked canvas").count() == 1
+    assert page.is_hidden("#attachments")
+    page.hover(".asked")
+    page.click("text=Edit")
+    assert page.locator("#attachments canvas").count() == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "name", "data", "why"),
+    [
+        ({"max_bytes": 10}, "a.png", PNG, "this server takes 10 bytes"),
+        ({"max_pixels": 1}, "a.png", PNG, "a.png has 0.1 megapixels"),
+        ({}, "a.png", b"no image", "a.png cannot be read as an image"),
+        ({}, "a.pdf", PNG, "a.pdf is no PNG, JPEG, WebP, GIF or BMP image"),
+    ],
+    ids=["bytes", "pixels", "damaged", "kind"],
+)
+def test_images_that_the_server_would_refuse(
+    page: Any, limits: dict[str, int], name: str, data: bytes, why: str
+) -> None:
+    with_images(page, **limits)
+    page.wait_for_selector("#attach:visible")
+    kind = "image/png" if name.endswith("png") else "application/pdf"
+    page.set_input_files("#attach-files", [{"name": name, "mimeType": kind, "buffer": data}])
+    page.wait_for_selector(f"#attach-error:has-text('{why}')")
+    assert page.is_hidden("#attachments")
+
+
 def test_stop_and_regenerate(page: Any) -> None:
     page.fill("#param-extra", '{"ignore_eos": true}')
     page.fill("#input", "Tell me a very long story.")
     page.press("#input", "Control+Enter")
     page.wait_for_selector(".answer.running .answer-text:not(:empty)")
     page.keyboard.press("Escape")
-    page.wait_for_selector(".answer[aria-busy=false]")
+    page.wait_for_selector(".answer[aria-busy=false] .actions button")
     assert "stopped" in page.inner_text(".facts")
     assert page.inner_text("#send") == "Send"
+    kept = page.inner_text(".answer-text")
+    assert kept
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.click("text=Continue")
+        page.wait_for_selector(".answer.running")
+    body = json.loads(sent.value.post_data)
+    assert body["continue_final_message"] is True
+    assert body["messages"][-1]["role"] == "assistant"
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".answer[aria-busy=false] .actions button")
+    assert page.inner_text(".answer-text").startswith(kept[:-8])
     page.fill("#param-extra", "")
     page.fill("#param-max_tokens", "3")
     page.click("text=Regenerate")
@@ -244,6 +363,97 @@ def test_text_of_a_model_is_only_text(page: Any) -> None:
     say(page, "<script>alert(1)</script>")
     assert page.inner_text(".answer-text").startswith("<img")
     assert page.locator(".turn img, .turn b >> text=bold, .turn script").count() == 0
+
+
+MARKDOWN = """## Plan
+
+A **bold** word, `x < y`, &lt;b&gt; and [a link](https://example.com/a).
+
+1. one
+   - [x] inner
+2. two
+
+| name | rate |
+| :-- | --: |
+| tiny | 12 |
+
+```python
+def f(x):
+    return "text"  # why
+```
+"""
+
+
+def test_markdown_is_formatted(page: Any) -> None:
+    cut = [delta(content=MARKDOWN[i : i + 9]) for i in range(0, len(MARKDOWN), 9)]
+    answer_with(page, *cut)
+    say(page, "Format")
+    page.wait_for_selector(".hl-keyword:text-is('def')")
+    answer = page.locator(".formatted")
+    assert answer.locator("h2").inner_text() == "Plan"
+    assert answer.locator("p").first.inner_text() == "A bold word, x < y, <b> and a link."
+    assert answer.locator("p a").get_attribute("rel") == "noopener noreferrer"
+    assert answer.locator("ol > li ul > li input[disabled]").is_checked()
+    assert answer.locator("td").all_inner_texts() == ["tiny", "12"]
+    align = "e => getComputedStyle(e).textAlign"
+    assert [each.evaluate(align) for each in answer.locator("td").all()] == ["left", "right"]
+    assert answer.locator("pre").inner_text() == 'def f(x):\n    return "text"  # why'
+    assert answer.locator(".hl-string, .hl-comment").count() == 2
+    colours = "e => getComputedStyle(e).color"
+    assert answer.locator(".hl-keyword").first.evaluate(colours) != answer.evaluate(colours)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "Again")
+    assert json.loads(sent.value.post_data)["messages"][1]["content"] == MARKDOWN
+
+
+HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2">
+
+<iframe srcdoc="<script>parent.hit = 3</script>"></iframe> <svg onload="window.hit = 4">
+
+[click](javascript:window.hit=5) [click](JaVaScRiPt&#58;window.hit=6) <javascript:window.hit=7>
+[click](data:text/html,<script>opener.hit=8</script>) [ref] ![x](https://evil.invalid/pixel.png)
+[click](\tjavascript:window.hit=9) [vb](vbscript:x) **<b onclick="window.hit=10">b</b>**
+
+[ref]: javascript:window.hit=11
+
+| <img src=x onerror=window.hit=12> | a |
+| --- | --- |
+| <style>body { display: none }</style> | <form action=//evil.invalid><button>b |
+
+```html"onmouseover="window.hit=13
+x
+```
+
+```html
+<script>window.hit = 14</script>
+```
+
+```__proto__
+x
+```
+"""
+
+
+def test_hostile_markdown_runs_nothing(page: Any) -> None:
+    answer_with(page, delta(content=HOSTILE + "> " * 20_000))
+    say(page, "Attack")
+    answer_with(page, delta(content=HOSTILE))
+    say(page, "Attack")
+    answer = page.locator(".formatted").last
+    page.wait_for_selector(".formatted .hl-tag >> nth=-1")
+    made = set(answer.evaluate("e => [...e.querySelectorAll('*')].map(x => x.localName)"))
+    harmless = {"p", "div", "span", "br", "strong", "a", "pre", "code", "button"}
+    assert made <= harmless | {"table", "thead", "tbody", "tr", "th", "td"}
+    for link in answer.locator("a").all():
+        assert (link.get_attribute("href") or "").startswith("https://")
+    names = answer.evaluate("e => [...e.querySelectorAll('*')].flatMap(x => x.getAttributeNames())")
+    assert set(names) <= {
+        "class", "href", "target", "rel", "title", "type", "tabindex", "role", "aria-label",
+    }  # fmt: skip
+    for element in answer.locator("p, td, th, strong").all():
+        element.click()
+    assert page.evaluate("() => window.hit") is None
+    assert page.is_visible("body")
 
 
 def test_export(page: Any) -> None:

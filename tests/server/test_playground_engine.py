@@ -103,7 +103,7 @@ def test_an_engine_at_work(browser: Any, launch: Callable[..., Server]) -> None:
             assert page.inner_text("#tree-readout") != told
         page.wait_for_selector("#requests:has-text('Nothing runs')")
         page.wait_for_selector("#step-number:has-text('idle')")
-        blocks = "#counters div:has(dt:text-is('Blocks kept for reuse')) dd"
+        blocks = "#counters div:has(dt:text-is('Kept for reuse')) dd"
         assert int(page.inner_text(blocks).replace(",", "")) > 0
 
 
@@ -144,8 +144,12 @@ def test_a_lost_server_is_reported_and_retried(browser: Any, launch: Callable[..
     server = launch()
     with opened(browser, f"{server.url}/") as page:
         live(page)
+        page.wait_for_selector(".tile:has-text('Running') .value:text-is('0')")
+        colour = "() => getComputedStyle(document.querySelector('.tile .value')).color"
+        before = page.evaluate(colour)
         server.stop(signal.SIGKILL)
         page.wait_for_selector("#live-state[data-state=disconnected]")
+        page.wait_for_function(f"before => ({colour})() !== before", arg=before)
         assert "Next try in" in page.inner_text("#live-why")
         assert page.is_visible("#live-retry")
         page.wait_for_selector("#live-why:has-text('cannot be reached')")
@@ -220,11 +224,113 @@ def test_an_overloaded_server_says_so(browser: Any, server: Server) -> None:
         assert page.is_visible("#live-retry")
 
 
-def test_counts_read_at_a_glance(browser: Any, server: Server) -> None:
+def test_counters_have_words_and_line_up(browser: Any, server: Server) -> None:
     with opened(browser, f"{server.url}/#engine") as page, Load(server, 2):
         page.wait_for_selector("#pools figcaption:has-text('% in use')")
-        page.wait_for_selector("#counters dd:has-text('mean ')")
-        assert "bounds" not in page.inner_text("#counters")
+        step = "section:has(h3:text-is('A step, on average'))"
+        page.wait_for_selector(f"#counters {step} div:has(dt:text-is('Time')) dd:has-text('ms')")
+        for name in page.locator("#counters dt").all_inner_texts():
+            assert re.fullmatch(r"[A-Z][A-Za-z',: -]+", name), name
+        for group in page.locator("#counters section:visible").all():
+            edges = group.locator("dd").evaluate_all(
+                "all => all.map(each => Math.round(each.getBoundingClientRect().right))"
+            )
+            assert len(set(edges)) == 1
+
+
+def test_requests_columns_have_heads(browser: Any, server: Server) -> None:
+    with opened(browser, f"{server.url}/#engine") as page, Load(server, 3):
+        page.wait_for_selector("#requests .row >> nth=2")
+        heads = page.locator("#requests-head span")
+        assert heads.all_inner_texts() == ["", "request", "", "prompt", "generated", "age"]
+        cells = page.locator("#requests .row").first.locator("> *")
+        right = "e => Math.round(e.getBoundingClientRect().right)"
+        for place in (3, 4, 5):
+            assert heads.nth(place).evaluate(right) == cells.nth(place).evaluate(right)
+        assert int(cells.nth(3).inner_text()) > 0
+
+
+def test_the_map_fits_the_used_part(browser: Any, server: Server) -> None:
+    with opened(browser, f"{server.url}/#engine") as page:
+        page.wait_for_selector("#pools figcaption:has-text('A cell is 1 block, 16 tokens.')")
+        blocks, behind = (
+            int(count.replace(",", ""))
+            for count in re.findall(r"([\d,]+) blocks", page.inner_text("#pools figcaption"))
+        )
+        page.focus("#pools canvas")
+        page.keyboard.press("Home")
+        page.keyboard.press("End")
+        page.wait_for_selector(f"#pool-readout:has-text('Block {blocks - behind - 1}: ')")
+
+
+def test_rows_of_the_tree_are_whole(browser: Any, server: Server) -> None:
+    branches = [[-1, 0, 0, 0, None], [0, 4000, 0, 0, None]]
+    branches += [[len(branches) - 1 + i, 900, 0, 0, None] for i in range(12)]
+    branches += [[1, 16, 0, 0, None] for _ in range(40)]
+    first = {"time": 1, "engine": {"block_size": 16, "budget": 64, "lanes": 4}}
+    first |= {"tree": {"nodes": len(branches), "branches": branches}}
+    with opened(browser, f"{server.url}/", width=390) as page:
+        body = f"data: {json.dumps(first)}\n\n"
+        page.route(
+            "**/engine/live*",
+            lambda route: route.fulfill(content_type="text/event-stream", body=body),
+        )
+        page.click("#tab-engine")
+        page.wait_for_selector(".tree [role=treeitem] >> nth=40")
+        tree = page.locator("#tree")
+        height, width, needed = tree.evaluate("e => [e.clientHeight, e.clientWidth, e.scrollWidth]")
+        assert (height % 22, needed) == (0, width)
+        edges = page.locator(".tree [role=treeitem]").evaluate_all(
+            "all => all.map(each => each.offsetLeft + each.offsetWidth)"
+        )
+        assert max(edges) <= width
+
+
+def test_figures_fade_when_they_are_old(browser: Any, server: Server) -> None:
+    with opened(browser, f"{server.url}/#engine") as page:
+        with Load(server, 1):
+            page.wait_for_selector(".tile:not(.old):has-text('ITL') .value:has-text('ms')")
+        page.wait_for_selector(".tile.old:has-text('ITL') .value:has-text('ms')")
+        assert "old" not in (page.get_attribute(".tile:has-text('Running')", "class") or "")
+
+
+def test_load_is_bounded_and_can_be_stopped(browser: Any, server: Server) -> None:
+    sent: list[dict[str, Any]] = []
+    with opened(browser, f"{server.url}/#engine") as page:
+        page.on(
+            "request",
+            lambda r: sent.append(r.post_data_json) if "v1/" in r.url and r.post_data else None,
+        )
+        page.wait_for_selector("#live-state[data-state=live]")
+        page.select_option("#load-count", "16")
+        page.click("#load")
+        page.wait_for_selector(".row >> nth=5")
+        assert re.fullmatch(r"Stop load, \d+ s", page.inner_text("#load"))
+        page.click("#load")
+        page.wait_for_selector("#load:text-is('Make load')")
+        page.wait_for_selector("#requests:has-text('Nothing runs')")
+        assert [len(body["prompt"]) for body in sent[:4]] == [4] * 4
+        assert {body["max_tokens"] for body in sent} == {128}
+        page.click("#load")
+        page.wait_for_selector(".row >> nth=1")
+        page.click("#tab-chat")
+        page.wait_for_selector("#load:text-is('Make load')", state="attached")
+        page.click("#tab-engine")
+        page.route("**/v1/completions", lambda route: route.fulfill(status=429, body="{}"))
+        page.click("#load")
+        page.wait_for_selector("#load-said:has-text('The load has ended: ')")
+
+
+@pytest.mark.parametrize("width", [390, 3840])
+def test_the_view_uses_the_width(browser: Any, server: Server, width: int) -> None:
+    with opened(browser, f"{server.url}/#engine", width=width, height=width // 2) as page:
+        page.wait_for_selector("#counters dd")
+        widths = "() => ['html', '#engine'].map(s => document.querySelector(s).scrollWidth)"
+        assert page.evaluate(widths) == [width, width]
+        panel = page.locator(".panel").first.bounding_box()["width"]
+        assert panel > (350 if width == 390 else 1000)
+        page.click("#tab-chat")
+        assert page.evaluate("() => document.documentElement.scrollWidth") == width
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

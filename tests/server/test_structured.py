@@ -4,6 +4,7 @@ field."""
 from __future__ import annotations
 
 import json
+import time
 from typing import Any, Literal
 
 import openai
@@ -48,6 +49,31 @@ def test_parse(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert pet is not None
     assert pet.kind in ("cat", "dog")
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"background": True}])
+def test_a_schema_that_cannot_be_enforced_is_a_400(
+    client: openai.OpenAI, more: dict[str, Any]
+) -> None:
+    """Before the first event, and before a background response exists. Another request is well."""
+    # Only the compiler sees that no string matches both.
+    empty = {"type": "string", "pattern": "^a$", "allOf": [{"pattern": "^b$"}]}
+    bad = {"type": "json_schema", "name": "pet", "schema": empty}
+    with pytest.raises(openai.BadRequestError, match="cannot be enforced") as caught:
+        client.responses.create(model=MODEL, input="hi", text={"format": bad}, **more)
+    assert (caught.value.param, caught.value.code) == ("text.format.schema", "invalid_grammar")
+    if not more.get("background"):
+        with pytest.raises(openai.BadRequestError, match="cannot be enforced") as caught:
+            chat(client, response_format=named(empty), **more)
+        assert caught.value.param == "response_format.json_schema.schema"
+    good = {**bad, "schema": SCHEMA}
+    answer = client.responses.create(model=MODEL, input="hi", text={"format": good}, **more)
+    if more.get("background"):
+        while (answer := client.responses.retrieve(answer.id)).status in ("queued", "in_progress"):
+            time.sleep(0.01)
+        assert answer.status in ("completed", "incomplete")
+    elif not more:
+        assert Pet.model_validate_json(answer.output_text)
 
 
 def test_streamed_parse(client: openai.OpenAI) -> None:

@@ -39,18 +39,20 @@ def command(*arguments: str) -> tuple[int, dict[str, object]]:
 
 def test_mean_error_over_the_records() -> None:
     found = list(roofline_error.rows())
-    plain = [row for row in found if not row.quantization]
-    quantized = [row for row in found if row.quantization]
+    plain = [row for row in found if row.plain]
+    quantized = [row for row in found if not row.plain]
     assert len(plain) >= 36
     assert {row.ranks for row in found} == {1, 2, 4}
     assert {row.quantization for row in quantized} >= {"int8", "fp8", "int4", "int4,head=int8"}
     assert roofline_error.mean_error(plain) < 6.0
-    assert roofline_error.mean_error(quantized) < 10.0
+    assert roofline_error.mean_error(quantized) < 6.0
     page = (CONFIGS.parents[1] / "docs" / "roofline.md").read_text("utf-8")
     assert roofline_error.summary("In 16 bits", plain) in page
     assert roofline_error.summary("Quantized", quantized) in page
-    # The largest is of 64 rows times 8-bit weights on two ranks, far from what their bytes take.
-    assert max(abs(row.percent) for row in found) < 30.0
+    # One record is older than the kernel of its products: 64 rows of 8-bit weights on two ranks.
+    *others, largest = sorted(abs(row.percent) for row in found)
+    assert others[-1] < 15.0
+    assert largest < 25.0
 
 
 @given(

@@ -41,7 +41,10 @@ class Documents:
 
     def shorter(self, length: int) -> Documents:
         """Returns the documents of fewer tokens than `length`."""
-        kept = self.lengths < length
+        return self.chosen(self.lengths < length)
+
+    def chosen(self, kept: Tensor) -> Documents:
+        """Returns some of the documents. kept: bool [documents]."""
         which = torch.repeat_interleave(torch.arange(len(kept), device=kept.device), self.lengths)
         lengths = self.lengths[kept]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

@@ -23,7 +23,7 @@ from bits_per_byte import bits_per_byte
 from chat_score import score
 from distillation_data import answer_all, prompts_of, save_documents
 from eagle import EagleHead, HeadShape, export_head
-from eagle_training import HeadTrainer, train_head
+from eagle_training import HeadTrainer, Qwen3Teacher, train_head
 from hybrid import Hybrid, HybridShape, export_hybrid
 from model import DRAFT, TINY, Qwen3, export, load
 from prepare import CONTEXT, prepare, prepare_dialogues
@@ -180,7 +180,8 @@ class Build:
         docs = self.documents("answers").repeated(4).joined(self.documents("dialogues"))
         docs = docs.shorter(HEAD_LENGTH)
         feed = forever(lambda e: whole_rows(docs, HEAD_LENGTH, ids["pad"], 9000 + e), HEAD_BATCH)
-        train_head(HeadTrainer(head, model, plan), feed, every=args.every)
+        teacher, weight = Qwen3Teacher(model, head.s.taps), model.embed_tokens.weight
+        train_head(HeadTrainer(head, teacher, plan, weight), feed, every=args.every)
         export_head(head, self.head)
         self.log(self.head, plan)
 

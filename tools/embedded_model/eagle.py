@@ -147,15 +147,30 @@ def tap(model: Qwen3, tokens: Tensor, mask: object, taps: tuple[int, ...]) -> tu
 
 
 def draft_losses(
-    states: list[Tensor], wanted: Tensor, weight: Tensor, document: Tensor, learned: Tensor
+    states: list[Tensor],
+    wanted: Tensor,
+    weight: Tensor,
+    document: Tensor,
+    learned: Tensor,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the loss, and how often each draft is the model's likeliest token, [depth].
 
-    wanted: [B, T, vocab], logits of the model at each place. learned: bool [B, T], whether the
-    token behind a position is learned. The draft at t is compared with the model at t + 1.
+    The draft at t is compared with the model at t + 1.
+
+    Args:
+        wanted: the model's logits at each place, [B, T, vocab].
+        weight: rows of the LM head for the tokens that can be drafted, [draft vocab, hidden].
+        learned: whether the token behind a position is learned, bool [B, T].
+        kept: those tokens, int64 [draft vocab]. None: all tokens.
     """
     wanted = wanted[:, 1:].float()
     target, best = wanted.softmax(-1), wanted.argmax(-1)
+    if kept is not None:
+        # A token that cannot be drafted becomes -1, which no draft equals.
+        draft_id = torch.full_like(wanted[0, 0], -1, dtype=torch.long)
+        draft_id[kept] = torch.arange(len(kept), device=kept.device)
+        target, best = target[..., kept], draft_id[best]
     loss = wanted.new_zeros(())
     agreed = []
     for j, state in enumerate(states):

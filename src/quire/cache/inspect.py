@@ -21,11 +21,15 @@ _NEWEST = 48
 """Limit of the children that are visited per node."""
 _STEPS = 4096
 """Limit of the nodes that are visited in all."""
+_FEWEST_BLOCKS = 256
+"""Blocks that a summary covers at least."""
 
 
 @dataclass(slots=True)
 class PoolSummary:
-    """One KV group's pool as cells of `per_cell` blocks. The last cell may have fewer.
+    """The used part of one KV group's pool as cells of `per_cell` blocks.
+
+    The blocks behind the cells are free. The last cell may have fewer blocks.
 
     Attributes:
         window: tokens of the group's sliding window, or None.
@@ -95,18 +99,24 @@ def summarize(manager: BlockManager, cells: int, runs: int, shown: int) -> Cache
 
 
 def summarize_pool(tables: BlockTables, most: int) -> PoolSummary:
-    """Summarizes a pool in at most `most` cells. Costs O(blocks), in a few numpy operations."""
+    """Summarizes a pool in at most `most` cells. Costs O(blocks), in a few numpy operations.
+
+    The cells end at a power of two behind the last used block, so that few changes move the end.
+    """
     holders = tables.pool.holders
-    num_blocks = len(holders)
+    used = int(np.flatnonzero(holders)[-1]) + 1 if holders.any() else 0
+    covered = min(len(holders), max(_FEWEST_BLOCKS, 1 << (used - 1).bit_length() if used else 0))
+    holders = holders[:covered]
     owner = np.where(holders > 0, CACHED, FREE).astype(np.int32)
     for lane in np.flatnonzero(tables.end > tables.start).tolist():
         owner[tables.held(lane)] = lane
-    per_cell = max(1, -(-num_blocks // most))
+    per_cell = max(1, -(-covered // most))
+    num_blocks = tables.pool.num_blocks
     if per_cell == 1:
         filled = int32(holders > 0)
         return PoolSummary(tables.window, num_blocks, 1, owner, holders.copy(), filled)
-    cells = -(-num_blocks // per_cell)
-    spare = cells * per_cell - num_blocks
+    cells = -(-covered // per_cell)
+    spare = cells * per_cell - covered
     owner = np.pad(owner, (0, spare), constant_values=FREE).reshape(cells, per_cell)
     holders = np.pad(holders, (0, spare)).reshape(cells, per_cell)
     return PoolSummary(

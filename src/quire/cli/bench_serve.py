@@ -25,7 +25,7 @@ from quire.tools.bench.online.load import Lengths
 from quire.tools.bench.online.sweep import (
     Aims,
     LoadLevel,
-    Plan,
+    SweepPlan,
     highest_rate,
     levels,
     parse_aims,
@@ -148,7 +148,7 @@ def serve(
     if requests is not None and dataset is not None:
         raise ConfigError("--trace and --dataset are two sources of prompts: give one", "trace")
     aims = parse_aims(slo, slo_percentile) if slo else None
-    plan = Plan(
+    plan = SweepPlan(
         endpoint=endpoint,  # type: ignore[arg-type]
         prompts=prompts,  # type: ignore[arg-type]
         lengths=Lengths(
@@ -185,10 +185,10 @@ def serve(
         }
         meter = GpuMeter() if serve_flags is None else meter_of(serve_flags)
 
-        def measure(plan: Plan) -> Iterator[LoadLevel]:
+        def measure(plan: SweepPlan) -> Iterator[LoadLevel]:
             return levels(plan, server, name, concurrencies, _tell, meter)
 
-        def note(plan: Plan, level: LoadLevel) -> None:
+        def note(plan: SweepPlan, level: LoadLevel) -> None:
             for problem in level.problems:
                 _tell(f"  {problem}")
             about = {**settings, "concurrency": level.concurrency}
@@ -230,7 +230,7 @@ def _tell(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _concurrencies(plan: Plan, asked: str, aims: Aims | None) -> list[int]:
+def _concurrencies(plan: SweepPlan, asked: str, aims: Aims | None) -> list[int]:
     """Returns the numbers of requests at once that `asked` names; [0] if times are given.
 
     Raises:
@@ -255,10 +255,10 @@ def _trace(name: str, most: int | None) -> WorkloadTrace:
 
 
 def _search(
-    plan: Plan,
+    plan: SweepPlan,
     aims: Aims,
-    measure: Callable[[Plan], Iterator[LoadLevel]],
-    note: Callable[[Plan, LoadLevel], None],
+    measure: Callable[[SweepPlan], Iterator[LoadLevel]],
+    note: Callable[[SweepPlan, LoadLevel], None],
 ) -> float | None:
     """Returns the highest rate at which the server keeps its aims, or None."""
     percentiles = sorted({*plan.percentiles, aims.percentile})
@@ -286,7 +286,7 @@ def _verdict(aims: Aims, best: float | None) -> str:
     return f"Highest rate that keeps {limits}: {best:.3g} requests/s."
 
 
-def _case(plan: Plan, concurrency: int) -> str:
+def _case(plan: SweepPlan, concurrency: int) -> str:
     if plan.rate is not None:
         return f"serve-{plan.rate:g}rps"
     return f"serve-{concurrency}" if concurrency else "serve-all"

@@ -91,7 +91,7 @@ def _hopper_kernels(capability: tuple[int, int], missing: str | None) -> str:
 def _expert_tiles(config: EngineConfig) -> str | None:
     """Returns where the tiles of the model's experts come from; None: it has none."""
     # Triton is missing on machines without a GPU.
-    from quire.ops.triton.experts.plan import cache_path, read
+    from quire.ops.triton.experts.plan import PLANS
 
     ffns = [layer.ffn for layer in spec_from_config(load_config(config.model_path)).layers]
     if not any(isinstance(ffn, ExpertsSpec | DenseAndExpertsSpec) for ffn in ffns):
@@ -101,15 +101,15 @@ def _expert_tiles(config: EngineConfig) -> str | None:
     if config.eager:
         return "tiles by rules: others are measured only for CUDA graphs"
     card = torch.cuda.get_device_name(torch.device(config.device))
-    known = len(read(card))
-    return f"tiles measured by a model's first start on {card}: {known} in {cache_path(card)}"
+    known = len(PLANS.entries(card))
+    return f"tiles measured by a model's first start on {card}: {known} in {PLANS.path(card)}"
 
 
 def _linear_layers(config: EngineConfig) -> str:
     """Returns the sources of the kernel plans of the model's layers, over all numbers of rows."""
     # Triton is missing on machines without a GPU.
     from quire.features.tuning.table_order import products_of
-    from quire.ops.triton.products.table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
+    from quire.ops.triton.products.table import BUCKETS, HEURISTIC_MAX_M, PLANS, key_of
 
     if config.args.deterministic:
         return "one order of sums for every number of rows: deterministic"
@@ -121,7 +121,7 @@ def _linear_layers(config: EngineConfig) -> str:
     quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
     model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
     card = torch.cuda.get_device_name(torch.device(config.device))
-    entries = table_for(card).entries
+    entries = PLANS.entries(card)
     keys = [key_of(shape) for shape in products_of(model, BUCKETS)]
     found = [entries[key] for key in keys if key in entries]
     ours = sum(plan.kernel != "torch" for plan in found)

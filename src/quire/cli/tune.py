@@ -51,9 +51,10 @@ def tune(
     # Triton is missing on machines without a GPU.
     from quire.features.tuning.new_entries import make_entries, missing_shapes
     from quire.features.tuning.table_order import products_of
-    from quire.ops.triton.products.table import BUCKETS, bucket, cache_path, key_of
-    from quire.ops.triton.products.table_file import sole_writer
-    from quire.ops.triton.products.tune import Measured, preferred
+    from quire.ops.triton.products.measure import Measured, preferred
+    from quire.ops.triton.products.plan import GemmPlan
+    from quire.ops.triton.products.plans import sole_writer
+    from quire.ops.triton.products.table import BUCKETS, PLANS, bucket, key_of
 
     engine = model.engine()
     config = config_alone(engine)
@@ -71,7 +72,7 @@ def tune(
     typer.echo(f"{card}, {config.model_name}: {len(wanted)} products to measure, {known} are known")
     known_ceilings = ceilings(card, str(dtype).removeprefix("torch."))
 
-    def report(shape: Shape, found: list[Measured]) -> None:
+    def report(shape: Shape, found: list[Measured[GemmPlan]]) -> None:
         best = preferred(found)
         if best is None:
             typer.echo(f"{key_of(shape):<52} no plan serves: {found[0].error}")
@@ -85,16 +86,16 @@ def tune(
     typer.echo("product, µs by rules of thumb, µs by the best plan, its share of the byte floor")
     free, _ = torch.cuda.mem_get_info(where)
     try:
-        with sole_writer(cache_path(card)) as alone:
+        with sole_writer(PLANS.path(card)) as alone:
             if not alone:
-                raise QuireError(f"another process measures plans for {cache_path(card)}")
+                raise QuireError(f"another process measures plans for {PLANS.path(card)}")
             kept, left_out = make_entries(
                 wanted, card, where, room=free, workers=os.cpu_count() or 1, report=report
             )
     except OSError as error:
         raise QuireError(f"plans cannot be kept: {error}") from error
     behind = f"; {left_out} products had no room in the GPU's memory" if left_out else ""
-    typer.echo(f"{kept} plans are in {cache_path(card)}{behind}")
+    typer.echo(f"{kept} plans are in {PLANS.path(card)}{behind}")
 
 
 def _share(shape: Shape, us: float, bandwidth: float) -> str:

@@ -17,7 +17,6 @@ from quire.arrays import Int32, decode_array, encode_array
 from quire.config import EngineConfig
 from quire.errors import QuireError, RequestError
 from quire.request import RequestOptions
-from quire.sampling_params import SamplingParams
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
@@ -130,14 +129,6 @@ def split_options(
     options = {field.option: value for field, value in values.items() if field.option is not None}
     others = [(field, value) for field, value in values.items() if field.option is None]
     return cast("RequestOptions", options), others
-
-
-class RequestCheck(Protocol):
-    """Checks requests in the process where they arrive. `check` raises RequestError."""
-
-    async def check(self, params: SamplingParams) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

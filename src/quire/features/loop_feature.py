@@ -48,10 +48,6 @@ class LoopFeature:
         """
         return None
 
-    def check(self, params: Sequence[SamplingParams]) -> None:
-        """Raises RequestError if the feature refuses one of the parameters. It may take long, so
-        the loop does not call it."""
-
     @property
     def waits(self) -> bool:
         """Whether requests are parked until `poll` returns news. Then a step may do nothing."""

@@ -50,7 +50,6 @@ class FeatureSpec:
         own_logits: whether models of the hook compute logits on all ranks.
 
         requested: returns whether a request asks for the feature. None: no request can.
-        request_check: makes a `RequestCheck` from an `EngineConfig`, in each API process.
         prompts: makes a `PromptReader` from an `EngineConfig`, in processes where prompts arrive.
         keywords: functions by keyword of `LLM.generate`. Arguments: the loop, the keyword's value,
             the number of prompts. They return a `RequestOptions` for each prompt.
@@ -81,7 +80,6 @@ class FeatureSpec:
     requested: Callable[[SamplingParams, RequestOptions], bool] | None = None
     serving: str = ""
     serves: bool = False
-    request_check: str = ""
     prompts: str = ""
     calls: str = ""
     fields: str = ""

@@ -23,7 +23,9 @@ MAX_CHOICES = 10_000
 
 # White space is limited to two spaces or an indented line, because models that may write any amount
 # of it sometimes never stop.
-_SPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,32}"
+MOST_INDENT = 32
+"""Most blanks and tabs behind a line break between the tokens of a document."""
+_SPACE = rf"[\x20\x09]{{1,2}}|\x0D?\x0A[\x20\x09]{{0,{MOST_INDENT}}}"
 # \uXXXX is not allowed, because the same name could then be written in a way the grammar misses.
 _ESCAPES = 'nrbtf\\"'
 

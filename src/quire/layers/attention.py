@@ -126,7 +126,13 @@ class KVLayout:
             tokens=len(batch.input_ids),
             max_q_len=batch.max_q_len,
             window=self.window,
+            even=batch.even,
         )
+
+    def most_skew(
+        self, seq_lens: Tensor, dtype: torch.dtype, kv_format: ops.KVFormat
+    ) -> float | None:
+        return ops.most_skew(seq_lens, self.attention(dtype, kv_format))
 
 
 class Attention(nn.Module):
@@ -203,7 +209,7 @@ class Attention(nn.Module):
             kv: the layer's part of the KV cache. The tokens' keys and values are stored there.
         """
         spec = self.spec
-        tokens = len(qkv)
+        tokens = qkv.shape[0]
         rotary = self._rotary[0]
         cos_sin, positions = None, batch.positions
         if rotary is not None:

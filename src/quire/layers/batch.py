@@ -62,6 +62,7 @@ class ForwardBatch:
         q_lens: number of tokens of each row, known to the host.
         max_q_len: upper bound of `q_lens`, for launch shapes.
         max_seq_len: upper bound of `seq_lens`, for launch shapes.
+        even: see `ops.attention_schedule`.
         embedded: [T, hidden_size], the tokens' embeddings in the vocabulary if they are known
             already.
         given: embeddings from outside of the vocabulary, or None.
@@ -79,6 +80,7 @@ class ForwardBatch:
     q_lens: tuple[int, ...]
     max_q_len: int
     max_seq_len: int
+    even: bool | None = None
     embedded: Tensor | None = None
     given: GivenRows | None = None
     rotary: Tensor | None = None

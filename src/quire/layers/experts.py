@@ -82,6 +82,7 @@ class Router(nn.Module):
     Attributes:
         local: [first, end) of the experts on this rank.
         copies: the places of all experts if ranks hold copies of some experts, else None.
+        ids: int32 [tokens, k], memory in which the ids of a step's experts stay readable, or None.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Router(nn.Module):
         self.routing = spec.routing
         self.local = local
         self.copies: ExpertCopies | None = None
+        self.ids: Tensor | None = None
         self.weight = build.empty(spec.experts, hidden)
         self.bias = build.empty(spec.experts) if spec.router_bias else None
         self.correction = fp32_parameter(spec.experts, build) if spec.correction else None
@@ -117,6 +119,7 @@ class Router(nn.Module):
             first=self.local[0],
             count=self.local[1] - self.local[0],
             copies=self.copies,
+            ids=None if self.ids is None else self.ids[: len(x)],
         )
 
     def slices(self) -> Iterator[ParameterSlice]:

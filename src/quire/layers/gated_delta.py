@@ -114,6 +114,9 @@ class StateLayout:
     def schedule(self, batch: ForwardBatch, dtype: torch.dtype, kv_format: ops.KVFormat) -> None:
         return None
 
+    def most_skew(self, seq_lens: Tensor, dtype: torch.dtype, kv_format: ops.KVFormat) -> None:
+        return None
+
 
 class GatedDelta(nn.Module):
     """A gated delta net. Each rank computes its share of the heads."""

@@ -125,7 +125,13 @@ class LatentLayout:
             dtype=dtype,
             tokens=len(batch.input_ids),
             max_q_len=batch.max_q_len,
+            even=batch.even,
         )
+
+    def most_skew(
+        self, seq_lens: Tensor, dtype: torch.dtype, kv_format: ops.KVFormat
+    ) -> float | None:
+        return latent_ops.latent_most_skew(seq_lens, self.query_heads)
 
 
 class LatentAttention(nn.Module):

@@ -46,6 +46,12 @@ class MixerLayout(Protocol):
         """Returns a step's work schedule, which all layers of the group share."""
         ...
 
+    def most_skew(
+        self, seq_lens: Tensor, dtype: torch.dtype, kv_format: ops.KVFormat
+    ) -> float | None:
+        """Returns the skew up to which the schedule of decodes is `even`, see `ops.most_skew`."""
+        ...
+
 
 def block_bytes(layout: MixerLayout, block_size: int, kv_format: ops.KVFormat) -> int:
     """Returns the bytes of one block of one layer."""

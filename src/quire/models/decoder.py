@@ -164,6 +164,15 @@ class DecoderLayers(LoadableModel):
         own = self.own[: self._shallow] if shallow else self.own
         return [(self.layers[i], groups[i], cache) for i, cache in zip(own, kv, strict=False)]
 
+    def most_skew(self, seq_lens: Tensor, kv: Sequence[Any]) -> float | None:
+        """Returns the skew up to which the schedules of decodes are `even`, or None if no layer's
+        schedule depends on it."""
+        stored = _stored_format(kv)
+        if stored is None:
+            return None
+        each = (layout.most_skew(seq_lens, self.dtype, stored) for layout in self.kv_layouts)
+        return min((skew for skew in each if skew is not None), default=None)
+
 
 class Decoder(DecoderLayers):
     """A whole model, from token ids to logits. Weights are uninitialized until `load_weights`."""

@@ -41,6 +41,7 @@ class WeightUpdate:
     Args:
         model: a loaded model.
         files: open files, or `TensorFile`s, with any of the checkpoint's tensors.
+        family: names the tensors; None: the model's own family.
         whole: whether all of the checkpoint's tensors must be there.
         fixed_scales: whether the KV cache uses the checkpoint's scales, which cannot change.
 
@@ -58,10 +59,11 @@ class WeightUpdate:
         model: DecoderLayers,
         files: Sequence[Any],
         *,
+        family: Family | None = None,
         whole: bool = False,
         fixed_scales: bool = False,
     ) -> None:
-        family = family_named(model.spec.family)
+        family = family or family_named(model.spec.family)
         if family is None:
             raise ModelError(f"there is no family {model.spec.family!r}")
         if files:
@@ -132,6 +134,11 @@ class WeightUpdate:
                 f"differs from {embedding.name}"
             )
 
+    @property
+    def stored_names(self) -> set[str]:
+        """The tensors' names in the files."""
+        return {entry.name for entry in self._found.values()}
+
     def write(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Writes the values in place, on this rank. After an error the weights are undefined.
 
@@ -174,6 +181,12 @@ class WeightUpdate:
                 fill(entry, places.get(name, ()))
         if missing:
             raise ModelError(f"tensors did not come: {first_few(sorted(missing))}")
+
+
+def has_tensors_of(model: DecoderLayers, family: Family, files: Sequence[Any]) -> bool:
+    """Returns whether files have any tensor of a model."""
+    places = places_of(model, family)
+    return any(family.canonical(name) in places for file in files for name in file.keys())  # noqa: SIM118
 
 
 def reload_weights(model: DecoderLayers, path: str | Path, load_format: str, seed: int) -> None:

@@ -9,7 +9,15 @@ from quire.ops import reference
 from quire.ops.arguments import Activation, RmsScale, Scratch
 from quire.ops.choose import Policy, current_policy, op, use_policy
 from quire.ops.kv import AttentionHeads, KVFormat, KVLayer, kv_format
-from quire.ops.rows import DecodeInputs, Drafts, Expanded, LogitRows, ResultRing, StepRows
+from quire.ops.rows import (
+    DecodeInputs,
+    Drafts,
+    Expanded,
+    LogitRows,
+    ProcessedLogits,
+    ResultRing,
+    StepRows,
+)
 from quire.ops.weight import Weight, WeightFormat
 
 activate = op(reference.activate)
@@ -24,6 +32,7 @@ expand_rows = op(reference.expand_rows)
 finish_rows = op(reference.finish_rows)
 layer_norm = op(reference.layer_norm)
 linear = op(reference.linear)
+most_skew = op(reference.most_skew)
 paged_attention = op(reference.paged_attention)
 place_drafts = op(reference.place_drafts)
 qk_norm_rope_store = op(reference.qk_norm_rope_store)
@@ -37,10 +46,10 @@ token_logprobs = op(reference.token_logprobs)
 
 __all__ = [
     "Activation", "AttentionHeads", "DecodeInputs", "Drafts", "Expanded", "KVFormat", "KVLayer",
-    "LogitRows", "Policy", "ResultRing", "RmsScale", "Scratch", "StepRows", "Weight",
-    "WeightFormat", "activate", "add_rows", "adjust", "attention_schedule", "collect_rows",
-    "copy_blocks", "current_policy", "embedding", "expand_decodes", "expand_rows", "finish_rows",
-    "kv_format", "layer_norm", "linear", "op", "paged_attention", "place_drafts",
-    "qk_norm_rope_store", "replace_rows", "rms_norm", "sample", "sample_and_finish", "scatter",
-    "section_rotary", "token_logprobs", "use_policy",
+    "LogitRows", "Policy", "ProcessedLogits", "ResultRing", "RmsScale", "Scratch", "StepRows",
+    "Weight", "WeightFormat", "activate", "add_rows", "adjust", "attention_schedule",
+    "collect_rows", "copy_blocks", "current_policy", "embedding", "expand_decodes", "expand_rows",
+    "finish_rows", "kv_format", "layer_norm", "linear", "most_skew", "op", "paged_attention",
+    "place_drafts", "qk_norm_rope_store", "replace_rows", "rms_norm", "sample", "sample_and_finish",
+    "scatter", "section_rotary", "token_logprobs", "use_policy",
 ]  # fmt: skip

@@ -4,11 +4,13 @@ from quire.ops.choose import op
 from quire.ops.reference import latent as reference
 
 latent_attention = op(reference.latent_attention)
+latent_most_skew = op(reference.latent_most_skew)
 latent_queries = op(reference.latent_queries)
 latent_schedule = op(reference.latent_schedule)
 latent_values = op(reference.latent_values)
 store_latent = op(reference.store_latent)
 
 __all__ = [
-    "latent_attention", "latent_queries", "latent_schedule", "latent_values", "store_latent",
+    "latent_attention", "latent_most_skew", "latent_queries", "latent_schedule", "latent_values",
+    "store_latent",
 ]  # fmt: skip

@@ -66,6 +66,34 @@ class LogitRows(NamedTuple):
         return LogitRows(*(part[:count] for part in self))
 
 
+class ProcessedLogits(NamedTuple):
+    """The logits from which tokens were drawn, for log-probabilities of other kinds than the
+    model's own.
+
+    A mode is a sum of bits. PROCESSED: the values are of the distribution from which the token was
+    drawn, after penalties, masks, temperature, min-p, top-k and top-p. Rows without a temperature
+    take 1 and keep all tokens. LOGITS: the values are logits in place of log-probabilities.
+
+    Attributes:
+        logits: [L, vocab], after penalties and masks.
+        modes: int32 [M], each lane's mode.
+        temperature: float32 [M], of any stride.
+        cuts: int32 [at least L, 2], which tokens truncation keeps; see `ops.sample`.
+        sizes: int32 [at least L], output: number of tokens with a probability above 0.
+    """
+
+    logits: Tensor
+    modes: Tensor
+    temperature: Tensor
+    cuts: Tensor
+    sizes: Tensor
+
+
+PROCESSED = 1
+LOGITS = 2
+"""Bits of `ProcessedLogits.modes`."""
+
+
 class Drafts(NamedTuple):
     """Drafts: guesses at each lane's next tokens.
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from quire import ops
 from quire.layers.experts import Experts
 from quire.models import Decoder
-from quire.ops.triton.experts import plan
+from quire.ops.triton.experts.plan import PLANS, use
 from quire.ops.triton.experts.tune import TunedLayer, known_or_measured
 from quire.parallel.torch_group import TorchGroup
 
@@ -26,10 +26,10 @@ def choose_tiles(model: Decoder, most: int) -> None:
     group = model.group
     plans: list[Any] = [None]
     if group.rank == 0:
-        plans = [plan.dumps(known_or_measured(layers, most))]
+        plans = [PLANS.dumps("", known_or_measured(layers, most))]
     if isinstance(group, TorchGroup):
         dist.broadcast_object_list(plans, group=group.handle, device=model.device, group_src=0)
-    plan.use(plan.loads(plans[0]))
+    use(PLANS.loads(plans[0]))
 
 
 def tuned(layer: Experts) -> TunedLayer:

@@ -41,6 +41,11 @@ def row_buckets(most: int) -> list[int]:
     return _up_to(most, [1, 2, 4, 8, *range(16, most, 16)])
 
 
+def decode_buckets(limits: Limits) -> list[int]:
+    """Returns the row counts that decodes are padded to."""
+    return row_buckets(min(limits.lanes, limits.tokens))
+
+
 def mixed_buckets(tokens: int) -> list[int]:
     """Returns the token counts that all other steps are padded to."""
     fine = [16, 32, 64, 128, 192, *range(256, 2048, 128), *range(2048, 2560, 256)]
@@ -76,11 +81,17 @@ def _at_least(sizes: Sequence[int], size: int) -> int:
 
 
 class Buckets:
-    """The shapes to which steps are padded."""
+    """The shapes to which steps are padded.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+        most_skew: the skew up to which decodes are even, by each number of rows for which it
+            matters. Decodes of such a number have two bodies.
+    """
+
+    def __init__(self, limits: Limits, most_skew: Mapping[int, float] | None = None) -> None:
         self._limits = limits
-        self._rows = row_buckets(min(limits.lanes, limits.tokens))
+        self._most_skew = most_skew or {}
+        self._rows = decode_buckets(limits)
         self._mixed = mixed_buckets(limits.tokens)
         self._logit_rows = _up_to(
             limits.logit_rows, [*self._rows, *range(limits.lanes, limits.logit_rows, 64)]
@@ -99,7 +110,11 @@ class Buckets:
             for rows in sorted({min(FEW_ROWS, self._most_rows(tokens)), self._most_rows(tokens)})
         ]
         short = [BodyShape(tokens, self._most_rows(tokens), SHORT_ROW) for tokens in self._short]
-        decode = [BodyShape(rows, rows, 1) for rows in self._rows]
+        decode = [
+            BodyShape(rows, rows, 1, even=even)
+            for rows in self._rows
+            for even in ((False, True) if rows in self._most_skew else (None,))
+        ]
         return [*reversed(mixed), *reversed(short), *reversed(decode)]
 
     def heads(self) -> list[HeadShape]:
@@ -108,20 +123,24 @@ class Buckets:
         return [HeadShape(rows, level) for rows in reversed(self._logit_rows) for level in levels]
 
     def steps(self) -> list[StepShape]:
-        """Returns the shapes of plain decode steps, whose body and head are one program."""
+        """Returns the shapes of plain decode steps, whose body and head are one program. Uneven
+        decodes have none, so that the start takes less time."""
         return [
-            StepShape(BodyShape(rows, rows, 1), HeadShape(rows, Level.PLAIN))
+            StepShape(self._decode(rows, 1.0), HeadShape(rows, Level.PLAIN))
             for rows in reversed(self._rows)
         ]
 
-    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
-        """Returns the smallest shape that holds a step, or None."""
+    def body(self, tokens: int, rows: int, longest: int, skew: float = 1.0) -> BodyShape | None:
+        """Returns the smallest shape that holds a step, or None.
+
+        Args:
+            skew: see `StepPlan`.
+        """
         limits = self._limits
         if rows > limits.lanes or tokens > limits.tokens or not tokens:
             return None
         if longest == 1 and tokens == rows:
-            size = _at_least(self._rows, rows)
-            return BodyShape(size, size, 1)
+            return self._decode(_at_least(self._rows, rows), skew)
         if self._short and longest <= SHORT_ROW and tokens <= self._short[-1]:
             size = _at_least(self._short, tokens)
             if rows <= self._most_rows(size):
@@ -140,6 +159,11 @@ class Buckets:
         """Returns the shape of a mixed step of `tokens` tokens in few rows."""
         size = _at_least(self._mixed, tokens)
         return BodyShape(size, min(FEW_ROWS, self._most_rows(size)), size)
+
+    def _decode(self, rows: int, skew: float) -> BodyShape:
+        """Returns the shape of decodes of `rows` rows, places of padding included."""
+        most = self._most_skew.get(rows)
+        return BodyShape(rows, rows, 1, even=None if most is None else skew <= most)
 
     def _most_rows(self, tokens: int) -> int:
         """Returns the most rows of a mixed step, in which at least one row has two tokens."""
@@ -161,7 +185,7 @@ class EncoderBuckets(Buckets):
         ]
         return [*reversed(shapes)]
 
-    def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
+    def body(self, tokens: int, rows: int, longest: int, skew: float = 1.0) -> BodyShape | None:
         if rows > self._limits.lanes or tokens > self._limits.tokens or not tokens:
             return None
         size = _at_least(self._mixed, tokens)
@@ -198,9 +222,14 @@ class Graphs:
     def __contains__(self, key: Any) -> bool:
         return key in self._graphs
 
-    def body(self, step: BodyShape) -> BodyShape | None:
-        """Returns the shape of the captured body that a step is padded to, or None."""
-        shape = self._buckets.body(step.tokens, step.rows, step.longest)
+    def body(self, step: BodyShape, skew: float = 1.0) -> BodyShape | None:
+        """Returns the shape of the captured body that a step is padded to, or None.
+
+        Args:
+            step: the step's own shape.
+            skew: see `StepPlan`.
+        """
+        shape = self._buckets.body(step.tokens, step.rows, step.longest, skew)
         if shape is not None and step.altered:
             shape = replace(shape, altered=True)
         return shape if shape in self else None
@@ -222,6 +251,7 @@ class Graphs:
         """
         self._tune(program)
         more = {name: run for hook in program.hooks for name, run in hook.programs().items()}
+        self._buckets = Buckets(self._limits, decodes_most_skew(program, self._limits))
         self.capture(program_works(program, self._buckets, more), progress)
         for hook in program.hooks:
             hook.capture({name: functools.partial(self.replay, name) for name in hook.programs()})
@@ -312,10 +342,17 @@ class Graphs:
         return float(begin.elapsed_time(end)) / 1e3
 
 
+def decodes_most_skew(program: StepProgram, limits: Limits) -> dict[int, float]:
+    """Returns the skew up to which decodes are even, by each number of rows for which it
+    matters."""
+    each = {rows: program.bound.most_skew(rows) for rows in decode_buckets(limits)}
+    return {rows: skew for rows, skew in each.items() if skew is not None}
+
+
 def program_works(
     program: StepProgram, buckets: Buckets, more: Mapping[str, Callable[[], None]]
 ) -> dict[Any, Callable[[bool], None]]:
-    """Returns the programs to capture: bodies, hooks' own programs, heads."""
+    """Returns the programs to capture: bodies, hooks' own programs, heads, whole steps."""
     works: dict[Any, Callable[[bool], None]] = {}
     bodies = buckets.bodies()
     if any(hook.alters for hook in program.hooks):

@@ -32,12 +32,15 @@ class BodyShape:
         rows: places for rows.
         longest: most tokens of a row.
         altered: whether a hook changes what the model computes.
+        even: whether attention may leave the KV of each row whole, because no row's context is much
+            longer than the others'. None if that is unknown, or makes no difference.
     """
 
     tokens: int
     rows: int
     longest: int
     altered: bool = False
+    even: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,13 @@ class StepShape:
 class CapturedPrograms(Protocol):
     """Programs that can be replayed, by shape."""
 
-    def body(self, step: BodyShape) -> BodyShape | None:
-        """Returns the shape of the captured body that a step is padded to, or None."""
+    def body(self, step: BodyShape, skew: float = 1.0) -> BodyShape | None:
+        """Returns the shape of the captured body that a step is padded to, or None.
+
+        Args:
+            step: the step's own shape.
+            skew: see `StepPlan`.
+        """
         ...
 
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
@@ -129,12 +137,17 @@ class BoundModel:
             q_lens=expanded.q_lens,
             max_q_len=shape.longest,
             max_seq_len=expanded.max_seq_len,
+            even=shape.even,
             embedded=embedded,
         )
         if change is not None:
             change(batch)
         hidden: Tensor = self.model(batch, self.layers, **inputs)
         return hidden
+
+    def most_skew(self, rows: int) -> float | None:
+        """Returns the skew up to which decodes of `rows` rows are `even`, or None."""
+        return self.model.most_skew(self.position[:rows], self.layers)  # type: ignore[no-any-return]
 
     def _expand(
         self,
@@ -157,7 +170,7 @@ class BoundModel:
         weight, attention = front
         expanded, embedded, schedule = ops.expand_decodes(
             rows, self.position, tokens, tables[0], logit_rows, weight,
-            max_seq_len=most, attention=attention,
+            max_seq_len=most, attention=attention, even=shape.even,
         )  # fmt: skip
         return expanded, embedded, {"schedule": schedule}
 

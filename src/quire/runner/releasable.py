@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import logging
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import QuireError
+from quire.runner.pinned_memory import pinned_memory
 
 _log = logging.getLogger("quire.engine")
 
@@ -29,9 +30,6 @@ _DONTNEED = 4
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 """CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE and
 CU_MEM_ACCESS_FLAGS_PROT_READWRITE."""
-
-_PIECE = 64 << 20
-"""Most bytes of one piece of pinned memory. PyTorch rounds pieces up to powers of two."""
 
 Span = tuple[int, int]
 """First address, and the address after the last byte."""
@@ -224,6 +222,7 @@ class DeviceArena:
         self._driver = _DriverMemory(self._device.index)
         self._segments: dict[int, _Segment] = {}
         self._kept: list[tuple[Span, Tensor]] = []
+        self._host = pinned_memory(self._device)
         allocate = ctypes.CFUNCTYPE(
             ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p
         )(self._allocate)
@@ -260,13 +259,15 @@ class DeviceArena:
         torch.cuda.synchronize(self._device)
         lost = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in dropped if t.is_cuda)
         total = 0
+        spans: list[Span] = []
         for address, segment in self._segments.items():
-            for gap in _gaps((address, address + segment.size), lost):
-                for span in _pieces(gap):
-                    host = torch.empty(span[1] - span[0], dtype=torch.uint8, pin_memory=True)
-                    host.copy_(self._bytes(span), non_blocking=True)
-                    self._kept.append((span, host))
+            spans += _gaps((address, address + segment.size), lost)
             total += segment.size
+        size = sum(high - low for low, high in spans)
+        self._kept = []
+        for span, host in _in_chunks(spans, self._host.chunks(size)):
+            host.copy_(self._bytes(span), non_blocking=True)
+            self._kept.append((span, host))
         torch.cuda.synchronize(self._device)
         for address, segment in self._segments.items():
             if segment.handle is not None:
@@ -293,6 +294,8 @@ class DeviceArena:
                 self._driver.unmap(address, segment.size, segment.handle)
                 segment.handle = None
         self._segments = {}
+        self._kept = []
+        self._host.close()
 
     def _bytes(self, span: Span) -> Tensor:
         return torch.as_tensor(DeviceBytes(span[0], span[1] - span[0]), device=self._device)
@@ -311,10 +314,16 @@ def _gaps(whole: Span, taken: Sequence[Span]) -> Iterator[Span]:
         yield at, end
 
 
-def _pieces(span: Span) -> Iterator[Span]:
-    """Yields a span in pieces of `_PIECE` bytes, and the rest."""
-    for low in range(span[0], span[1], _PIECE):
-        yield low, min(low + _PIECE, span[1])
+def _in_chunks(spans: Iterable[Span], chunks: Iterator[Tensor]) -> Iterator[tuple[Span, Tensor]]:
+    """Yields spans, cut where a chunk ends, each with a part of a chunk that has its bytes."""
+    free = torch.empty(0, dtype=torch.uint8)
+    for low, high in spans:
+        while low < high:
+            if not len(free):
+                free = next(chunks)
+            size = min(high - low, len(free))
+            yield (low, low + size), free[:size]
+            low, free = low + size, free[size:]
 
 
 def _keep_forever(objects: Any) -> None:

@@ -8,19 +8,18 @@ from quire.errors import QuireError
 from quire.plan import KVGroup
 from quire.runner.hooks import GateHook, Hook, HostHook, ProgramHook
 from quire.runner.hooks.acceptance import Acceptance
-from quire.runner.hooks.logprobs import SampledLogprobs
+from quire.runner.hooks.logprobs import ProcessedLogprobs, SampledLogprobs
 from quire.runner.hooks.penalties import Penalties
 from quire.runner.hooks.prompt_logprobs import PromptLogprobs
 from quire.runner.hooks.sampling import Sampling
 from quire.runner.kv_cache import KVCache
 from quire.runner.loaded_model import LoadedModel
 from quire.runner.program import BoundModel, StepProgram
-from quire.runner.state import BatchState, ColumnSpec
+from quire.runner.state import BatchState
 from quire.runner.transfer.place import KVTransfer, Place
 
-_RARE_HOOKS: dict[str, type[Hook]] = {
-    "logprobs": SampledLogprobs,
-    "prompt_logprobs": PromptLogprobs,
+_RARE_HOOKS: dict[str, type[SampledLogprobs | PromptLogprobs]] = {
+    hook.name: hook for hook in (SampledLogprobs, ProcessedLogprobs, PromptLogprobs)
 }
 """Hooks that few requests need, by the parameter that asks for them.
 
@@ -103,7 +102,7 @@ class SizedModel:
         """Makes a batch state with the columns of all hooks, and of the `rare` parameters."""
         limits = self.loaded.limits
         columns = [column for hook in self.hooks for column in hook.columns(limits)]
-        columns += [ColumnSpec(f"num_{name}", fill=-1) for name in rare]
+        columns += [column for name in rare for column in _RARE_HOOKS[name].rare_columns()]
         # A step's results stay in host memory until the host has read them.
         slots = self.loaded.config.scheduler.steps_in_flight + 1
         self.state = BatchState(limits, groups, self.loaded.device, columns, slots)
@@ -126,7 +125,7 @@ class SizedModel:
     def add_rare(self, parameters: Sequence[str]) -> None:
         """Adds the hooks of these parameters."""
         for parameter in parameters:
-            hook = _RARE_HOOKS[parameter]()
+            hook = _RARE_HOOKS[parameter].made_for(self.loaded.config.args)
             hook.attach(self.loaded.model)
             hook.bind(self.state)
             self.rare.remove(parameter)

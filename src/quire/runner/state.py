@@ -80,7 +80,13 @@ class BatchState:
         results: int32 [lanes, 3 + drafts], by row of the step: number of new tokens, stop reason,
             and the tokens.
         ring: the results of the last steps, in host memory.
+        cuts: int32 [logit rows, 2], which tokens truncation keeps; see `ops.sample`. None unless a
+            hook reads it.
+        cuts_level: least `Level` of heads that write `cuts`.
     """
+
+    cuts: Tensor | None = None
+    cuts_level = 0
 
     def __init__(
         self,

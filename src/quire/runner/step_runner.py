@@ -110,7 +110,7 @@ class StepRunner:
             return step
         altered = any(hook.altered(plan) for hook in self.sized.program_hooks if hook.alters)
         shape = BodyShape(tokens, plan.num_rows, longest, altered)
-        captured = None if self.graphs is None else self.graphs.body(shape)
+        captured = None if self.graphs is None else self.graphs.body(shape, plan.skew)
         if self.graphs is not None and captured is not None:
             whole = self._whole(step, captured)
             step.whole = whole is not None

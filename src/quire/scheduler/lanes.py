@@ -12,6 +12,9 @@ from quire.request import Request
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
+_FEW = 8
+"""Decodes of fewer rows never fill a card, so attention cuts them whatever their skew."""
+
 
 class LaneTable:
     """Counts and tokens of running requests, by lane.
@@ -91,6 +94,14 @@ class LaneTable:
         """Frees a lane that `take` returned."""
         self.lane_epoch[lane] += 1
         self._free.append(lane)
+
+    def skew(self, lanes: Int32) -> float:
+        """Returns the longest context of the lanes divided by their mean one, after the steps in
+        flight. Few lanes never need it, and get 1."""
+        if len(lanes) < _FEW:
+            return 1.0
+        planned = self.planned[lanes]
+        return len(lanes) * float(planned.max()) / max(float(planned.sum()), 1.0)
 
     def hold(self, requests: Sequence[Request], step_id: int) -> None:
         """Resets lanes to their late rows. The rows' last positions count as not computed.

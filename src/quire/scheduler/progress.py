@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from quire.arrays import Float32, Int32
-from quire.plan import Logprobs, Pooled, StopReason
+from quire.plan import ChosenExperts, DrawnTokens, Logprobs, Pooled, StopReason
 from quire.request import Request
 
 
@@ -21,6 +22,8 @@ class RequestProgress:
         finished: whether the request ended (`request.finish_reason` says why).
         logprobs: this row's entries, or None.
         prompt_logprobs: this row's entries, or None.
+        drawn: this row's entries, or None.
+        experts: this row's entries, or None.
         pooled: float32 [width], the prompt as a vector, or [tokens, width], or None.
         stop_token: the token that ended the request, or None.
         version: version of the weights that gave the new tokens.
@@ -31,6 +34,8 @@ class RequestProgress:
     finished: bool
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    drawn: DrawnTokens | None = None
+    experts: ChosenExperts | None = None
     pooled: Float32 | None = None
     stop_token: int | None = None
     version: int = 0
@@ -53,6 +58,8 @@ class StepProgress:
         finished: ascending indices of the requests that ended in this step.
         logprobs: the device's log-probabilities of the plan's rows.
         prompt_logprobs: the device's log-probabilities of prompt tokens, for the plan's rows.
+        drawn: how the device drew the tokens of the plan's rows.
+        experts: the experts that the device chose for positions of the plan's rows.
         pooled: the device's vectors of the plan's rows.
         version: version of the weights that the step computed with: number of their updates.
     """
@@ -68,6 +75,8 @@ class StepProgress:
     finished: list[int] = field(default_factory=list)
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    drawn: DrawnTokens | None = None
+    experts: ChosenExperts | None = None
     pooled: Pooled | None = None
     version: int = 0
 
@@ -76,34 +85,38 @@ class StepProgress:
 
     def __iter__(self) -> Iterator[RequestProgress]:
         ended = set(self.finished)
-        spans = _spans(self.logprobs, self.rows)
-        prompt_spans = _spans(self.prompt_logprobs, self.rows)
-        for i, request in enumerate(self.requests):
-            yield self._one(i, request, i in ended, spans[i], prompt_spans[i])
+        spans = {name: _spans(part, self.rows) for name, part in self._parts()}
+        for i in range(len(self.requests)):
+            yield self._one(i, i in ended, {name: each[i] for name, each in spans.items()})
 
     def __getitem__(self, index: int) -> RequestProgress:
         row = self.rows[index : index + 1]
-        (span,), (prompt_span,) = _spans(self.logprobs, row), _spans(self.prompt_logprobs, row)
-        finished = index in self.finished
-        return self._one(index, self.requests[index], finished, span, prompt_span)
+        spans = {name: _spans(part, row)[0] for name, part in self._parts()}
+        return self._one(index, index in self.finished, spans)
 
-    def _one(
-        self, i: int, request: Request, finished: bool, span: Span, prompt_span: Span
-    ) -> RequestProgress:
+    def _parts(self) -> list[tuple[str, Entries]]:
+        """Returns the entries that the step has, by field."""
+        found = [(name, getattr(self, name)) for name in ENTRIES]
+        return [(name, entries) for name, entries in found if entries is not None]
+
+    def _one(self, i: int, finished: bool, spans: dict[str, Span]) -> RequestProgress:
         new = self.tokens[i, : self.n_tokens[i]]
         stopped = finished and self.stop_reason[i] == StopReason.STOP_TOKEN and len(new) > 0
         return RequestProgress(
-            request=request,
+            request=self.requests[i],
             new_tokens=new,
             finished=finished,
-            logprobs=_part(self.logprobs, span),
-            prompt_logprobs=_part(self.prompt_logprobs, prompt_span),
+            **{name: _part(getattr(self, name), span) for name, span in spans.items()},
             pooled=None if self.pooled is None else _vector(self.pooled, int(self.rows[i])),
             stop_token=int(new[-1]) if stopped else None,
             version=self.version,
         )
 
 
+Entries = Logprobs | DrawnTokens | ChosenExperts
+"""Arrays with an entry for each of M tokens or positions, in row order."""
+ENTRIES = ("logprobs", "prompt_logprobs", "drawn", "experts")
+"""The fields of a `StepProgress` that hold entries."""
 Span = tuple[int, int]
 """Range of a row's entries: start, end."""
 
@@ -120,27 +133,20 @@ def _vector(pooled: Pooled, row: int) -> Float32 | None:
     return vectors
 
 
-def _spans(logprobs: Logprobs | None, rows: Int32) -> list[Span]:
-    """Returns the range of each row's entries. Entries are in row order."""
-    if logprobs is None:
-        return [(0, 0)] * len(rows)
-    starts = np.searchsorted(logprobs.rows, rows).tolist()
-    ends = np.searchsorted(logprobs.rows, rows, side="right").tolist()
+def _spans(entries: Entries, rows: Int32) -> list[Span]:
+    """Returns the range of each row's entries."""
+    starts = np.searchsorted(entries.rows, rows).tolist()
+    ends = np.searchsorted(entries.rows, rows, side="right").tolist()
     return list(zip(starts, ends, strict=True))
 
 
-def _part(logprobs: Logprobs | None, span: Span) -> Logprobs | None:
+def _part(entries: Any, span: Span) -> Any:
+    """Returns a range of entries, or None for an empty range."""
     start, end = span
-    if logprobs is None or start == end:
+    if start == end:
         return None
-    part = slice(start, end)
-    return Logprobs(
-        rows=logprobs.rows[part],
-        positions=logprobs.positions[part],
-        ids=logprobs.ids[part],
-        values=logprobs.values[part],
-        ranks=logprobs.ranks[part],
-    )
+    arrays = (getattr(entries, name) for name in entries.__struct_fields__)
+    return type(entries)(*(array[start:end] for array in arrays))
 
 
 @dataclass(slots=True)

@@ -409,6 +409,7 @@ class Scheduler:
             frees=self._frees,
             block_appends=self.blocks.take_appends(),
             copies=self.blocks.take_copies(),
+            skew=1.0 if chunks else self._lanes.skew(step.lanes),
         )
         self._features.plan(plan, step.requests)
         self.delays.launched(step)
@@ -474,6 +475,8 @@ class Scheduler:
             finished=finished,
             logprobs=result.logprobs,
             prompt_logprobs=result.prompt_logprobs,
+            drawn=result.drawn,
+            experts=result.experts,
             pooled=result.pooled,
             version=step.version,
         )

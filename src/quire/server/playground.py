@@ -2,7 +2,8 @@
 
 The files are plain HTML, CSS and JavaScript modules. They contain no secrets, so they need no key.
 The routes from which the page gets its data do need one. One module is made here: the list of
-sampling parameters, which `SamplingParams` declares.
+sampling parameters, which `SamplingParams` declares. `static/vendor/` holds the modules of other
+projects, with their licenses.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ _PARAMETERS = "parameters.js"
 
 FILES = {
     "/" if name == "index.html" else f"/playground/{name}": name
-    for name in (_PARAMETERS, *(file.name for file in _FOLDER.iterdir()))
+    for name in (
+        _PARAMETERS,
+        *(file.name for file in _FOLDER.iterdir()),
+        *(f"vendor/{file.name}" for file in (_FOLDER / "vendor").iterdir()),
+    )
     if name.rpartition(".")[2] in _TYPES
 }
 """Maps each path to its file. No other file is served."""

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
-from quire.arrays import Int32
+from quire.arrays import Int32, int32
 from quire.errors import ModelError, RequestError
 from quire.system import read_bounded
 from quire.text import tokenizer_files
 from quire.text.chat_template import ChatTemplate, TemplateTraits, load_templates
 from quire.text.ends import set_ends
+from quire.text.pieces import cut_at_gaps, separates_words
 from quire.text.template_traits import probe
 from quire.text.tokenizer_files import BYTE_OF
 
@@ -72,6 +73,7 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
         self.byte_level = _is_byte_level(hub)
+        self._separates_words = separates_words(hub)
         added = hub.get_added_tokens_decoder()
         self._added = frozenset(added)
         self.added_tokens = {token.content: id for id, token in added.items()}
@@ -123,12 +125,26 @@ class Tokenizer:
         """
         if most is not None and len(text) > most:
             check_length(text, most, self.longest, self.encode)
+        pieces = cut_at_gaps(text) if self._separates_words else [text]
+        whole = len(pieces) == 1
         try:
             # Unlike `encode`, `encode_batch_fast` releases the GIL.
-            (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            special = add_special_tokens and whole
+            found = self.hub.encode_batch_fast(pieces, add_special_tokens=special)
         except BaseException as error:  # Lone surrogates, or a panic of the library.
             raise tokenizer_error(error, "the text cannot be tokenized") from error
-        return np.asarray(found.ids, dtype=np.int32)
+        ids = [np.asarray(piece.ids, dtype=np.int32) for piece in found]
+        if add_special_tokens and not whole:
+            begin, end = self._ends
+            ids = [begin, *ids, end]
+        return ids[0] if whole else np.concatenate(ids)
+
+    @functools.cached_property
+    def _ends(self) -> tuple[Int32, Int32]:
+        """The special tokens that `encode` adds before and after a text."""
+        bare, whole = (self.hub.encode("a", add_special_tokens=add).ids for add in (False, True))
+        at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return int32(whole[:at]), int32(whole[at + len(bare) :])
 
     def warm_up(self) -> None:
         """Computes cached values before the first request needs them."""
@@ -254,7 +270,10 @@ def _content(token: Any) -> str | None:
 
 
 def _is_byte_level(hub: HubTokenizer) -> bool:
-    decoder = json.loads(hub.to_str()).get("decoder") or {}
+    if hub.decoder is None:
+        return False
+    # The state is JSON. The whole tokenizer's would have the vocabulary, too.
+    decoder = json.loads(hub.decoder.__getstate__())
     parts = decoder.get("decoders", [decoder])
     return any(part.get("type") == "ByteLevel" for part in parts)
 

@@ -17,6 +17,7 @@ from quire.features.speculation.feature import SpeculationFeature
 from quire.features.speculation.lookup import TextIndex, TextMatch
 from quire.features.speculation.settings import LOOKUP
 from quire.features.speculation.stats import SpeculationStats
+from quire.features.speculation.trials import Trials
 from tests.features.speculation.test_drafts import PARAMS, Answers, answers
 from tests.slow import slow
 from tests.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
@@ -199,6 +200,13 @@ def generated_plainly(kv_cache_dtype: str) -> tuple[list[list[int]], int]:
     return found, steps
 
 
+class EveryDraft(Trials):
+    """Wants all drafts."""
+
+    def wants_drafts(self, rows: int, gain: float) -> bool:
+        return True
+
+
 def free_of_charge(llm: LLM) -> None:
     """Makes drafts free, because costs measured on a busy machine would make these tests random."""
     from quire.features.speculation.draft_count import StepCosts
@@ -206,6 +214,7 @@ def free_of_charge(llm: LLM) -> None:
     for feature in llm._core._loop_features:
         if isinstance(feature, SpeculationFeature):
             feature._costs = StepCosts({})
+            feature._trials = EveryDraft()
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,7 @@ def test_ends(llm: LLM) -> None:
     assert one("[0-9]{4}", logprobs=2, presence_penalty=1.5, max_tokens=20).logprobs is not None
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_before_any_step(llm: LLM) -> None:
-    steps = llm.stats().steps
+def test_a_schema_that_cannot_be_enforced_is_refused(llm: LLM) -> None:
     bad = asks({"type": "object", "properties": {"a": {"if": {}}}})
     with pytest.raises(GrammarError, match="#/properties/a/if") as caught:
         llm.generate(PROMPTS[:2], [PLAIN[0], bad], use_tqdm=False)
@@ -205,7 +204,28 @@ def test_a_schema_that_cannot_be_enforced_is_refused_before_any_step(llm: LLM) -
                    structured(grammar="a ::= ("), structured(regex=r"a\b")):  # fmt: skip
         with pytest.raises(GrammarError):
             llm.generate("a", SamplingParams(structured_outputs=params), use_tqdm=False)
-    assert llm.stats().steps == steps
+    # The request beside it has ended too.
+    stats = llm.stats()
+    assert not stats.running
+    assert not any(stats.blocks_used)
+
+
+def test_remembered_masks_leave_texts_as_they_are(llm: LLM) -> None:
+    """Greedy and sampled, the first time and the third, beside a memory of nothing."""
+    link = {"type": "string", "pattern": "^https?://[a-z./]{3,90}$"}
+    note = {"type": "string", "maxLength": 30}
+    call = {"type": "object", "properties": {"link": link, "note": note},
+            "required": ["link", "note"], "additionalProperties": False}  # fmt: skip
+    schema = {"type": "array", "items": call, "minItems": 50}
+    params = [asks(schema, seed=i, temperature=i % 2, max_tokens=60) for i in range(4)]
+    bare = engine(structured_outputs_memory_mb=0)
+    expected = run(bare, PROMPTS, params)
+    assert bare.stats().grammars.mask_lookups == 0
+    bare.shutdown()
+    before = llm.stats().grammars.mask_hits
+    for _ in range(3):
+        assert run(llm, PROMPTS, params) == expected
+    assert llm.stats().grammars.mask_hits > before
 
 
 def test_exactly_one_kind() -> None:

@@ -442,7 +442,7 @@ def test_a_schema_of_many_described_references_is_small(compiler: Compiler) -> N
     for i in range(80):
         both = {"allOf": [{"$ref": f"#/definitions/d{i + 1}"}, {"description": "old"}]}
         definitions[f"d{i}"] = CLOSED | {"properties": {"a": both, "b": both, "c": STR}}
-    compiler.check(of_schema({"$ref": "#/definitions/d0", "definitions": definitions}))
+    compiler.compile(of_schema({"$ref": "#/definitions/d0", "definitions": definitions})).result()
 
 
 def test_schemas_in_grammars(accepts: Accepts) -> None:
@@ -476,7 +476,7 @@ def test_schemas_in_grammars(accepts: Accepts) -> None:
     ],
 )
 def test_grammars_that_only_look_as_if_they_held_schemas(compiler: Compiler, text: str) -> None:
-    compiler.check(StructuredOutputsParams(grammar=text))
+    compiler.compile(StructuredOutputsParams(grammar=text)).result()
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_grammars_that_only_look_as_if_they_held_schemas(compiler: Compiler, tex
 )  # fmt: skip
 def test_grammars_that_cannot_be_enforced(compiler: Compiler, text: str) -> None:
     with pytest.raises(GrammarError):
-        compiler.check(StructuredOutputsParams(grammar=text))
+        compiler.compile(StructuredOutputsParams(grammar=text)).result()
 
 
 @pytest.mark.parametrize(
@@ -508,7 +508,7 @@ def test_grammars_that_cannot_be_enforced(compiler: Compiler, text: str) -> None
 )
 def test_hostile_text(compiler: Compiler, params: StructuredOutputsParams) -> None:
     with pytest.raises(GrammarError):
-        compiler.check(params)
+        compiler.compile(params).result()
 
 
 def nested(depth: int) -> Any:

@@ -123,7 +123,7 @@ def engines() -> Iterator[None]:
 def llm_of(name: str) -> LLM:
     if name not in _llms:
         _llms[name] = LLM(**SIZES, **({"num_kv_blocks": 200} if name == "plain" else ENGINES[name]))
-        _llms[name]._core.check(PARAMS)
+        _llms[name].generate("a", PARAMS[0], use_tqdm=False)  # which opens the feature
     return _llms[name]
 
 
@@ -147,13 +147,11 @@ def alone(job: Job) -> list[list[int]]:
 
 def forget_grammars(llm: LLM) -> None:
     """Lets grammars be compiled anew, while their requests' prompts run."""
-    llm._core.check([PARAMS[0]])  # which opens the feature
     for feature in llm._core._loop_features:
         if isinstance(feature, GrammarFeature):
             feature._late_grammars = True
             builders = feature._builders
             assert isinstance(builders, MaskThread)
-            builders.worker._checked.clear()
             builders.compiler._compiled = Cache(builders.compiler.config.cached)
 
 

@@ -38,11 +38,11 @@ from quire.features.tuning.step_counts import IdleTurn, StepCounts
 from quire.features.tuning.table_order import TableOrder, products_of, shapes_as_json
 from quire.models import build_model, spec_from_config
 from quire.ops.triton.launch import DeviceTraits
-from quire.ops.triton.products import table
+from quire.ops.triton.products import plans, table
+from quire.ops.triton.products.measure import Measured, preferred
 from quire.ops.triton.products.plan import TORCH, GemmPlan, Shape
-from quire.ops.triton.products.table import cache_path, heuristic, keep, key_of, table_for
-from quire.ops.triton.products.table_file import sole_writer
-from quire.ops.triton.products.tune import Measured, preferred
+from quire.ops.triton.products.plans import sole_writer
+from quire.ops.triton.products.table import PLANS, heuristic, key_of
 from quire.ops.weight import WeightFormat
 from tests.models.harness import Harness
 
@@ -66,7 +66,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(table, "chosen", table.Chosen())
     monkeypatch.setattr(feature, "chosen", table.chosen)
-    table_for.cache_clear()
+    PLANS.forget()
 
 
 def config_of(**settings: Any) -> EngineConfig:
@@ -117,7 +117,7 @@ def test_the_listed_products_are_those_the_model_computes(
 
 
 def test_missing_plans_are_measured_per_bucket_and_in_16_bits() -> None:
-    keep(CARD, {key_of(WIDE): PLAN})
+    PLANS.keep(CARD, {key_of(WIDE): PLAN})
     wide = NARROW._replace(dtype=torch.float32)
     many = NARROW._replace(m=300)
     assert missing_shapes([NARROW, NARROW._replace(m=4), WIDE, wide, many], CARD) == [
@@ -126,7 +126,7 @@ def test_missing_plans_are_measured_per_bucket_and_in_16_bits() -> None:
 
 
 def test_choices_are_noted_by_where_they_came_from() -> None:
-    keep(CARD, {key_of(WIDE): PLAN})
+    PLANS.keep(CARD, {key_of(WIDE): PLAN})
     assert table.plan_for(WIDE, CARD, H200) == PLAN
     assert table.plan_for(NARROW, CARD, H200) == heuristic(NARROW, H200)
     assert table.chosen.measured == {key_of(WIDE)}
@@ -165,24 +165,24 @@ def test_default_plans_stay_where_no_plan_is_faster() -> None:
 
 
 def test_entries_are_merged_with_those_of_other_processes() -> None:
-    keep(CARD, {"a": PLAN})
-    assert table_for(CARD).entries == {"a": PLAN}
-    path = keep("Card Y", {})
-    cache_path(CARD).write_text(table.GemmTable(CARD, entries={"b": TORCH}).dumps())
-    keep(CARD, {"c": PLAN})
-    assert set(table_for(CARD).entries) == {"b", "c"}
-    assert path != cache_path(CARD)
+    PLANS.keep(CARD, {"a": PLAN})
+    assert PLANS.entries(CARD) == {"a": PLAN}
+    path = PLANS.keep("Card Y", {})
+    PLANS.path(CARD).write_text(PLANS.dumps(CARD, {"b": TORCH}))
+    PLANS.keep(CARD, {"c": PLAN})
+    assert set(PLANS.entries(CARD)) == {"b", "c"}
+    assert path != PLANS.path(CARD)
 
 
 def test_a_table_of_other_sources_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(CARD, {"a": PLAN})
-    monkeypatch.setattr(table, "sources_hash", lambda: "other")
-    table_for.cache_clear()
-    assert table_for(CARD).entries == {}
+    PLANS.keep(CARD, {"a": PLAN})
+    monkeypatch.setattr(plans, "sources_hash", lambda: "other")
+    PLANS.forget()
+    assert PLANS.entries(CARD) == {}
 
 
 def test_one_process_measures_for_a_table() -> None:
-    path = cache_path(CARD)
+    path = PLANS.path(CARD)
     with sole_writer(path) as first, sole_writer(path) as second:
         assert (first, second) == (True, False)
     with sole_writer(path) as third:
@@ -199,7 +199,7 @@ class FakeTuner:
     def compile(self, shapes: Any, workers: int) -> None:
         self.compiled.append(len(list(shapes)))
 
-    def tune_shape(self, shape: Shape) -> list[Measured]:
+    def tune_shape(self, shape: Shape) -> list[Measured[GemmPlan]]:
         if shape.n == 64:
             raise RuntimeError("no room")
         return self._turn(lambda: [Measured(PLAN, 10.0), Measured(TORCH, 5.0)])  # type: ignore[no-any-return]
@@ -216,9 +216,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_plan_is_saved_at_once_and_failures_are_skipped() -> None:
     told: list[str] = []
 
-    def note(shape: Shape, found: list[Measured]) -> None:
-        table_for.cache_clear()
-        assert key_of(shape) in table_for(CARD).entries
+    def note(shape: Shape, found: list[Measured[GemmPlan]]) -> None:
+        PLANS.forget()
+        assert key_of(shape) in PLANS.entries(CARD)
         told.append(key_of(shape))
 
     shapes = [WIDE, NARROW, WIDE._replace(m=1)]
@@ -236,13 +236,13 @@ def order_of(*shapes: Shape, memory: int = 8 << 30) -> TableOrder:
 def test_plans_measured_by_another_process_are_not_measured_again() -> None:
     descriptor, counts = StepCounts.make()
     os.close(descriptor)
-    keep(CARD, {key_of(WIDE): TORCH})
+    PLANS.keep(CARD, {key_of(WIDE): TORCH})
     said = table_process.measure(order_of(WIDE, WIDE._replace(m=1)), counts)
     assert said.startswith("1 plans measured")
     assert "1 of them faster" in said
-    assert str(cache_path(CARD)) in said
-    assert set(table_for(CARD).entries) == {key_of(WIDE), key_of(WIDE._replace(m=1))}
-    with sole_writer(cache_path(CARD)):
+    assert str(PLANS.path(CARD)) in said
+    assert set(PLANS.entries(CARD)) == {key_of(WIDE), key_of(WIDE._replace(m=1))}
+    with sole_writer(PLANS.path(CARD)):
         assert "another process" in table_process.measure(order_of(NARROW), counts)
     assert "0 MiB" in table_process.measure(order_of(NARROW, memory=0), counts)
 
@@ -397,7 +397,7 @@ def test_the_process_ends_with_its_input() -> None:
 
 
 def test_no_process_starts_if_all_plans_are_known(engine: Any) -> None:
-    keep(CARD, {key_of(NARROW): PLAN, key_of(WIDE): PLAN})
+    PLANS.keep(CARD, {key_of(NARROW): PLAN, key_of(WIDE): PLAN})
     tuning = TableTuning(config_of(), ["/none"])
     assert tuning.start(None, None) is None  # type: ignore[arg-type]
 

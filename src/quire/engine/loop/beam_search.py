@@ -133,6 +133,7 @@ class BeamSearch:
             temperature=0.0,
             max_tokens=1,
             logprobs=self.alternatives,
+            logprobs_mode="raw_logprobs",
             ignore_eos=True,
             detokenize=False,
         )

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
+import msgspec
+
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.loop.telemetry import Telemetry, open_trace
@@ -94,6 +96,7 @@ class EngineCore:
             EngineDeadError: a step has failed.
         """
         self._check_alive()
+        params = self._with_mode(params)
         self._turn_on(params, options)
         if options.get("priority") and self.config.scheduler.policy != "priority":
             raise RequestError(
@@ -126,17 +129,6 @@ class EngineCore:
         self._siblings[request_id] = requests
         self._prompt_tokens += len(prompt)
         return requests
-
-    def check(self, params: Sequence[SamplingParams]) -> None:
-        """Lets features check the parameters of future requests. This may take long.
-
-        Raises:
-            RequestError: a feature refuses one of the parameters.
-        """
-        for each in params:
-            self._turn_on(each, {})
-        for feature in self._loop_features:
-            feature.check(params)
 
     def call(self, call: CallType[Any, Any], request: Any) -> Any:
         """Returns the answer of the feature that takes a call: see `LoopFeature.calls`.
@@ -196,6 +188,13 @@ class EngineCore:
         if feature is not None:
             self.scheduler.add_feature(feature)
             self._loop_features.append(loop_feature)
+
+    def _with_mode(self, params: SamplingParams) -> SamplingParams:
+        """Returns parameters with the engine's `logprobs_mode`, if they have none of their own."""
+        mode = self.config.args.logprobs_mode
+        if params.logprobs is None or params.logprobs_mode != "auto" or mode == "raw_logprobs":
+            return params
+        return msgspec.structs.replace(params, logprobs_mode=mode)
 
     def _check_alive(self) -> None:
         if self.failed:

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineArgs, EngineConfig
-from quire.features.call import CallType, PromptReader, RequestCheck
+from quire.features.call import CallType, PromptReader
 from quire.features.registry import installed_features
 from quire.features.spec import FeatureSpec, resolve
 
@@ -65,11 +65,6 @@ def serving_config(config: EngineConfig) -> EngineConfig:
         if spec.serving:
             config = resolve(spec.serving)(config)
     return config
-
-
-def open_checks(config: EngineConfig) -> list[RequestCheck]:
-    """Returns the request checks of all features, for the process where requests arrive."""
-    return [resolve(spec.request_check)(config) for spec in all_features() if spec.request_check]
 
 
 def open_prompt_reader(config: EngineConfig) -> PromptReader | None:

@@ -13,7 +13,7 @@ from quire.arrays import Float32, Int32, decode_array, encode_array, int32
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.features.call import shown_text
-from quire.plan import Logprobs
+from quire.plan import ChosenExperts, DrawnTokens, Logprobs
 from quire.sampling_params import SamplingParams
 
 
@@ -120,6 +120,12 @@ class Loading(msgspec.Struct, tag=True):
     total: int
 
 
+class Resolved(msgspec.Struct, tag=True):
+    """Reports the settings before the model is loaded, so that clients get ready meanwhile."""
+
+    config: EngineConfig
+
+
 class Ready(msgspec.Struct, tag=True):
     config: EngineConfig
 
@@ -166,7 +172,7 @@ class StepOutputs(msgspec.Struct, tag=True):
     Attributes:
         handles, counts: int32 [completions].
         tokens: int32 [sum of counts].
-        logprobs, prompt_logprobs, pooled: pairs of handle and value.
+        logprobs, prompt_logprobs, drawn, experts, pooled: pairs of handle and value.
         version: version of the weights that gave the tokens.
     """
 
@@ -177,6 +183,8 @@ class StepOutputs(msgspec.Struct, tag=True):
     ends: list[CompletionEnd] = []
     logprobs: list[tuple[int, Logprobs]] = []
     prompt_logprobs: list[tuple[int, Logprobs]] = []
+    drawn: list[tuple[int, DrawnTokens]] = []
+    experts: list[tuple[int, ChosenExperts]] = []
     pooled: list[tuple[int, Float32]] = []
     version: int = 0
 
@@ -213,7 +221,16 @@ class Pong(msgspec.Struct, tag=True):
 
 
 FromEngine = (
-    Loading | Ready | Failed | RequestRefused | StepOutputs | CallAnswer | CallFailed | News | Pong
+    Loading
+    | Resolved
+    | Ready
+    | Failed
+    | RequestRefused
+    | StepOutputs
+    | CallAnswer
+    | CallFailed
+    | News
+    | Pong
 )
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)

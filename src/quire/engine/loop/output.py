@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.outputs import Logprob, VersionRun
-from quire.plan import Logprobs
+import numpy as np
+
+from quire.arrays import Int16
+from quire.outputs import Logprob, SamplingInfo, VersionRun
+from quire.plan import ChosenExperts, DrawnTokens, Logprobs
 from quire.sampling_params import SamplingParams
 from quire.text.detokenizer import Detokenizer, StopMatcher
 from quire.text.tokenizer import Tokenizer
@@ -25,6 +28,7 @@ class CompletionUpdate:
         prompt_token_ids, prompt_logprobs, num_cached_tokens: set in the request's first update.
         queued: seconds until the request's first step; set in the first update.
         versions: the versions of the weights that gave the tokens.
+        sampling_info, routed_experts: of all of its tokens; set in its last update.
         delays: the completion's `RequestTimes.delays` so far; set in its first and last update, but
             empty in the last one if a stop string ends it.
     """
@@ -40,6 +44,8 @@ class CompletionUpdate:
     num_cached_tokens: int = 0
     queued: float = 0.0
     versions: list[VersionRun] = field(default_factory=list)
+    sampling_info: SamplingInfo | None = None
+    routed_experts: Int16 | None = None
     delays: dict[str, float] = field(default_factory=dict)
 
 
@@ -70,12 +76,17 @@ class CompletionReader:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         keep_special: frozenset[int] = frozenset(),
+        leader: CompletionReader | None = None,
     ) -> None:
         """Sets up the detokenizer and stop strings that `params` ask for.
 
         Args:
             keep_special: special tokens that are in the text despite `skip_special_tokens`.
+            leader: reader of the first completion of the same prompt, if this is another one.
         """
+        self._drawn: list[DrawnTokens] = []
+        before: ExpertsByPosition | None = None if leader is None else leader._experts
+        self._experts: ExpertsByPosition = ExpertsByPosition(len(prompt), before)
         self.index = index
         self.finished = False
         self.ended_by_text = False
@@ -101,6 +112,7 @@ class CompletionReader:
         finish_reason: str | None = None,
         stop_token: int | None = None,
         versions: Sequence[VersionRun] = (),
+        drawn: Sequence[DrawnTokens] = (),
     ) -> CompletionUpdate:
         """Returns the update for `tokens`. A stop token is in its token ids, but not in its text.
 
@@ -108,7 +120,9 @@ class CompletionReader:
             finish_reason: why the engine ended the completion; None: it has not ended.
             stop_token: the stop token that ended it.
             versions: versions of the weights that gave the tokens; () for version 0.
+            drawn: how the tokens were drawn, if the request asks for it.
         """
+        self._drawn += drawn
         update = CompletionUpdate(self.index)
         if self._params.logprobs is not None:
             update.logprobs = [
@@ -135,7 +149,20 @@ class CompletionReader:
         update.versions = cut_runs(versions or [(0, len(tokens))], len(update.token_ids))
         update.text = "".join(texts)
         self.finished = update.finish_reason is not None
+        if self.finished:
+            self._add_rollout(update)
         return update
+
+    def feed_experts(self, experts: ChosenExperts) -> None:
+        """Takes experts of some positions. Those of a step come before its tokens."""
+        self._experts.feed(experts)
+
+    def _add_rollout(self, update: CompletionUpdate) -> None:
+        """Adds the arrays about all tokens to the last update."""
+        if self._params.return_sampling_info:
+            update.sampling_info = _sampling_info(self._drawn, self._count)
+        if self._params.return_routed_experts:
+            update.routed_experts = self._experts.first(self._experts.prompt_len + self._count - 1)
 
     def _text(self, tokens: Sequence[int], *, whole: bool) -> str:
         """Returns the tokens' text. `whole`: no more tokens will follow."""
@@ -181,6 +208,67 @@ class CompletionReader:
             return ""
         rest = self._shown(self._detokenizer.finish(), self._count, update)
         return rest + (self._stops.finish() if self._stops else "")
+
+
+def completion_readers(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    keep_special: frozenset[int] = frozenset(),
+) -> list[CompletionReader]:
+    """Returns a reader for each completion of a prompt."""
+    readers: list[CompletionReader] = []
+    for index in range(params.n):
+        leader = readers[0] if readers else None
+        readers.append(CompletionReader(index, prompt, params, tokenizer, keep_special, leader))
+    return readers
+
+
+def _sampling_info(parts: Sequence[DrawnTokens], count: int) -> SamplingInfo:
+    """Returns the entries of the first `count` tokens."""
+    empty = np.empty(0, dtype=np.float32)
+    columns = [
+        np.concatenate([empty, *(getattr(part, name) for part in parts)])[:count]
+        for name in ("raw", "processed", "sizes")
+    ]
+    return SamplingInfo(columns[0], columns[1], columns[2].astype(np.int32))
+
+
+class ExpertsByPosition:
+    """The experts of a completion's tokens.
+
+    Args:
+        leader: experts of the first completion of the same prompt, which computes the prompt.
+    """
+
+    def __init__(self, prompt_len: int, leader: ExpertsByPosition | None) -> None:
+        self.prompt_len = prompt_len
+        self._leader = leader
+        self._ids: Int16 = np.empty((0, 0, 0), dtype=np.int16)
+
+    def feed(self, experts: ChosenExperts) -> None:
+        """Writes the experts of some positions over those that came before."""
+        if not len(experts.positions):
+            return
+        end = 1 + int(experts.positions.max())
+        if end > len(self._ids):
+            self._grow(max(end, 2 * len(self._ids)), experts.ids.shape[1:])
+        self._ids[experts.positions] = experts.ids
+
+    def _grow(self, size: int, shape: tuple[int, ...]) -> None:
+        grown = np.full((size, *shape), -1, dtype=np.int16)
+        if self._leader is not None:
+            prompt = self._leader.first(self.prompt_len)
+            grown[: len(prompt)] = prompt
+        if len(self._ids):
+            grown[: len(self._ids)] = self._ids
+        self._ids = grown
+
+    def first(self, count: int) -> Int16:
+        """Returns the experts of the first tokens; -1 for a token that has none."""
+        if self._leader is not None and not len(self._ids):
+            return self._leader.first(count)
+        return self._ids[:count].copy()
 
 
 def logprob_dicts(logprobs: Logprobs, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:

@@ -16,9 +16,14 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.loop.beam_search import BeamSearch, BeamSearchSequence
 from quire.engine.loop.calls import SNAPSHOT
 from quire.engine.loop.embedding import NO_TOKENS
-from quire.engine.loop.features import open_checks, open_prompt_reader
+from quire.engine.loop.features import open_prompt_reader
 from quire.engine.loop.messages import AbortRequest, AddRequest
-from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
+from quire.engine.loop.output import (
+    CompletionReader,
+    CompletionUpdate,
+    PromptLogprobCollector,
+    completion_readers,
+)
 from quire.engine.loop.prompts import check_length, max_total, prompt_ids
 from quire.engine.loop.snapshot import Snapshot
 from quire.engine.loop.stats import EngineStats
@@ -37,7 +42,6 @@ from quire.features.call import (
     CallType,
     PromptInputs,
     PromptReader,
-    RequestCheck,
     RequestField,
     encode_body,
 )
@@ -52,6 +56,14 @@ Answered = TypeVar("Answered")
 
 _LONG_TEXT = 2000
 """Characters of a prompt above which it is tokenized off the event loop."""
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    if config.tokenizer_path is None:
+        return None
+    tokenizer = Tokenizer.from_path(config.tokenizer_path)
+    tokenizer.warm_up()
+    return tokenizer
 
 
 class EngineClient:
@@ -69,7 +81,6 @@ class EngineClient:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._checks: list[RequestCheck] = []
         self.asleep = False
 
     # -- life ----------------------------------------------------------------------------------
@@ -109,13 +120,11 @@ class EngineClient:
 
     async def _start(self) -> None:
         try:
-            self.config = await self._replicas.loaded()
-            path = self.config.tokenizer_path
-            self.tokenizer = None
-            if path is not None:
-                self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
-                await asyncio.to_thread(self.tokenizer.warm_up)
-            self._checks = open_checks(self.config)
+            resolved = await self.replicas[0].resolved()
+            # The tokenizer of a large vocabulary takes seconds, in which the model loads.
+            self.config, self.tokenizer = await asyncio.gather(
+                self._replicas.loaded(), asyncio.to_thread(_load_tokenizer, resolved)
+            )
         except BaseException:
             await self.shutdown()
             raise
@@ -124,8 +133,6 @@ class EngineClient:
     async def shutdown(self) -> None:
         """Stops the engine if this client launched it, and removes its socket. Idempotent."""
         await self._replicas.close()
-        for each in self._checks:
-            each.close()
 
     @property
     def alive(self) -> bool:
@@ -205,7 +212,6 @@ class EngineClient:
         """
         self._replicas.check_alive()
         ids = await self._ids(prompt, params)
-        await self.check(params)
         known = ids if inputs is None else inputs.cache_ids(ids)
         placement, (engine, handle, stream) = self._open(
             request_id, params.n, known, _namespace(cache_salt, fields)
@@ -227,10 +233,7 @@ class EngineClient:
                 )
             )
             prompt_tokens = ids.tolist()
-            readers = [
-                CompletionReader(i, prompt_tokens, params, self.tokenizer, keep_special)
-                for i in range(params.n)
-            ]
+            readers = completion_readers(prompt_tokens, params, self.tokenizer, keep_special)
             source = (engine, handle, stream)
             async for update in self._updates(source, prompt_tokens, readers, params):
                 placement.answered()
@@ -260,12 +263,20 @@ class EngineClient:
                 for part in stream.prompt_logprobs:
                     about_prompt.feed(part)
             stream.prompt_logprobs = []
+            for index, experts in stream.experts:
+                readers[index].feed_experts(experts)
+            stream.experts = []
             for index, delta in stream.take().items():
                 reader = readers[index]
                 if reader.finished:
                     continue
                 update = reader.feed(
-                    delta.tokens, delta.logprobs, delta.reason, delta.stop_token, delta.versions
+                    delta.tokens,
+                    delta.logprobs,
+                    delta.reason,
+                    delta.stop_token,
+                    delta.versions,
+                    delta.drawn,
                 )
                 update.delays = delta.delays
                 if first:
@@ -354,16 +365,6 @@ class EngineClient:
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
             return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         return prompt_ids(prompt, params, self.config, self.tokenizer)
-
-    async def check(self, params: SamplingParams) -> None:
-        """Lets features check a request's parameters, off the event loop.
-
-        Raises:
-            RequestError: a feature refuses one of them.
-            CompilerBusyError: other checks took too long.
-        """
-        for each in self._checks:
-            await each.check(params)
 
     def _open(
         self, request_id: str, n: int, ids: Int32, namespace: str

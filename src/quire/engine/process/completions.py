@@ -13,6 +13,7 @@ from quire.engine.loop.messages import CompletionEnd, CompletionStart, StepOutpu
 from quire.engine.process.connection import Connection
 from quire.request import Request
 from quire.scheduler import RequestProgress, StepProgress
+from quire.scheduler.progress import ENTRIES
 
 _NOBODY = -1
 """The client number of a lane whose request belongs to no client."""
@@ -97,7 +98,7 @@ class CompletionTable:
         for client in clients:
             own = numbers == client.number
             message = self._message(progress, np.flatnonzero(own & shown), own, extras)
-            if len(message.handles) or message.prompt_logprobs:
+            if len(message.handles) or message.prompt_logprobs or message.experts:
                 yield client, message
         for place in progress.finished:
             self.end(progress.requests[place])
@@ -161,9 +162,9 @@ class CompletionTable:
 
 
 def _extras(progress: StepProgress) -> dict[str, list[tuple[int, Any]]]:
-    """Returns a step's log-probabilities and vectors by field, each with its row."""
+    """Returns a step's entries and vectors by field, each with its row."""
     found: dict[str, list[tuple[int, Any]]] = {}
-    for name in ("logprobs", "prompt_logprobs", "pooled"):
+    for name in (*ENTRIES, "pooled"):
         of_rows = getattr(progress, name)
         if of_rows is None:
             continue

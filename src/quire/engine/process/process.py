@@ -39,6 +39,7 @@ from quire.engine.loop.messages import (
     Pong,
     Ready,
     RequestRefused,
+    Resolved,
     Shutdown,
     Start,
     ToEngine,
@@ -141,6 +142,8 @@ class EngineProcess:
                 self._send(owner, Loading(what, done, total))
 
         config = serving_config(resolve(message.args))
+        for client in (owner, *greeted):
+            self._send(client, Resolved(config))
         self._completions = CompletionTable(config.scheduler.max_num_seqs)
         self._core = build_core(config, progress, server=True)
         for descriptor in self._core.fds:

@@ -26,6 +26,7 @@ from quire.engine.loop.messages import (
     Pong,
     Ready,
     RequestRefused,
+    Resolved,
     Shutdown,
     Start,
     StepOutputs,
@@ -91,6 +92,7 @@ class RemoteEngine:
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._call_ids = itertools.count()
         self._ready: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
+        self._resolved: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
         self._heartbeat = Heartbeat()
         self._closed = False
         self._link = Link(
@@ -98,6 +100,17 @@ class RemoteEngine:
         )
         if host is not None:
             host.start(self._on_death)
+
+    async def resolved(self) -> EngineConfig:
+        """Waits until the engine's settings are known. The model may still be loading.
+
+        Raises:
+            ConfigError, ModelError, EngineDeadError: see `loaded`.
+        """
+        done, _ = await asyncio.wait(
+            (self._resolved, self._ready), return_when=asyncio.FIRST_COMPLETED
+        )
+        return (self._ready if self._ready in done else self._resolved).result()
 
     async def loaded(self) -> EngineConfig:
         """Waits until the engine is loaded.
@@ -256,9 +269,18 @@ class RemoteEngine:
             case News(name, body):
                 self._news[name] = body
                 self._values.pop(name, None)
+            case _:
+                self._note_start(message)
+
+    def _note_start(self, message: Loading | Resolved | Ready | Failed) -> None:
+        """Notes how far the start is, or that the engine has failed."""
+        match message:
             case Loading(what, done, total):
                 if self._on_progress is not None and not self._ready.done():
                     self._on_progress(what, done, total)
+            case Resolved(config):
+                if not self._resolved.done():
+                    self._resolved.set_result(config)
             case Ready(config):
                 self.end = ""
                 if not self._ready.done():

@@ -9,7 +9,7 @@ from quire.arrays import Float32
 from quire.engine.loop.messages import StepOutputs
 from quire.errors import QuireError
 from quire.outputs import VersionRun
-from quire.plan import Logprobs
+from quire.plan import ChosenExperts, DrawnTokens, Logprobs
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class TokenDelta:
     Attributes:
         tokens: token ids.
         logprobs: their log-probabilities, if the request asks for them.
+        drawn: how they were drawn, if the request asks for it.
         reason: the finish reason, once the completion has ended.
         stop_token: the stop token that ended it.
         num_cached_tokens: prompt tokens from the prefix cache, with the first tokens only.
@@ -47,6 +48,7 @@ class TokenDelta:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    drawn: list[DrawnTokens] = field(default_factory=list)
     reason: str | None = None
     stop_token: int | None = None
     num_cached_tokens: int = 0
@@ -69,6 +71,7 @@ class RequestStream:
 
     Attributes:
         deltas: unread tokens, by index of the completion.
+        experts: unread experts, each with the index of its completion.
         error: the error that ended the request; None: no error.
         arrived: an event that is set while there is something to read.
     """
@@ -76,6 +79,7 @@ class RequestStream:
     def __init__(self) -> None:
         self.deltas: dict[int, TokenDelta] = {}
         self.prompt_logprobs: list[Logprobs] = []
+        self.experts: list[tuple[int, ChosenExperts]] = []
         self.error: QuireError | None = None
         self.arrived = asyncio.Event()
 
@@ -143,17 +147,17 @@ class StreamRouter:
     def deliver(self, message: StepOutputs) -> None:
         """Adds a step's outputs to their streams. Outputs of closed requests are dropped."""
         tokens, at = message.tokens.tolist(), 0
-        for handle, part in message.prompt_logprobs:
-            if handle in self._streams:
-                self._streams[handle][0].prompt_logprobs.append(part)
+        if message.prompt_logprobs or message.experts:
+            self._deliver_positions(message)
         for handle, count in zip(message.handles.tolist(), message.counts.tolist(), strict=True):
             delta = self._delta(handle)
             if delta is not None:
                 delta.add(tokens[at : at + count], message.version)
             at += count
-        for handle, part in message.logprobs:
-            if (delta := self._delta(handle)) is not None:
-                delta.logprobs.append(part)
+        for name in ("logprobs", "drawn"):
+            for handle, part in getattr(message, name):
+                if (delta := self._delta(handle)) is not None:
+                    getattr(delta, name).append(part)
         for handle, vector in message.pooled:
             if (delta := self._delta(handle)) is not None:
                 delta.pooled = vector
@@ -165,6 +169,16 @@ class StreamRouter:
             if (delta := self._delta(end.handle)) is not None:
                 delta.reason, delta.stop_token = end.reason, end.stop_token
                 delta.delays = end.delays
+
+    def _deliver_positions(self, message: StepOutputs) -> None:
+        """Adds what belongs to positions of texts, which may come without tokens."""
+        for handle, part in message.prompt_logprobs:
+            if handle in self._streams:
+                self._streams[handle][0].prompt_logprobs.append(part)
+        for handle, experts in message.experts:
+            if handle in self._streams:
+                stream, index = self._streams[handle]
+                stream.experts.append((index, experts))
 
     def _delta(self, handle: int) -> TokenDelta | None:
         found = self._streams.get(handle)

@@ -19,5 +19,6 @@ FEATURE = FeatureSpec(
     fields="quire.features.disaggregation.calls:FIELDS",
     stats="quire.features.disaggregation.stats:DisaggStats",
     stats_name="disagg",
+    live_rows="quire.features.disaggregation.stats:LIVE_ROWS",
     metrics="quire.features.disaggregation.metrics:collect",
 )

@@ -53,3 +53,23 @@ class DisaggStats(msgspec.Struct):
     local: int = 0
     readers_refused: int = 0
     peers_up: int = 0
+
+
+LIVE_ROWS = {
+    "grants_open": "Open grants",
+    "fetches_open": "Open fetches",
+    "slots_used": "Blocks between engines",
+    "blocks_sent": "Blocks sent",
+    "blocks_received": "Blocks received",
+    "bytes_sent": "Bytes sent",
+    "bytes_received": "Bytes received",
+    "handover_seconds": "Time of handovers",
+    "ask_seconds": "Time until peers agreed",
+    "remote_tokens": "Prompt tokens from peers",
+    "local": "Prompts computed here after all",
+    "readers_refused": "Refused readers",
+    "peers_up": "Peers that may be asked",
+    **{f"grants.{outcome}": f"Grants: {outcome}" for outcome in OUTCOMES},
+    **{f"fetches.{outcome}": f"Fetches: {outcome}" for outcome in OUTCOMES},
+}
+"""The names of the statistics in the live view."""

@@ -12,5 +12,6 @@ FEATURE = FeatureSpec(
     enabled=lambda args: args.redundant_experts != 0,
     stats="quire.features.expert_balance.stats:ExpertStats",
     stats_name="experts",
+    live_rows="quire.features.expert_balance.stats:LIVE_ROWS",
     metrics="quire.features.expert_balance.metrics:collect",
 )

@@ -18,3 +18,11 @@ class ExpertStats(msgspec.Struct):
     most_work: float = 0.0
     mean_work: float = 0.0
     moves: int = 0
+
+
+LIVE_ROWS = {
+    "most_work": "Tokens of the busiest rank",
+    "mean_work": "Tokens of a rank, mean",
+    "moves": "Experts moved",
+}
+"""The names of the statistics in the live view."""

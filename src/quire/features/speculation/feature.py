@@ -11,6 +11,7 @@ next step, before that step is planned. That step may verify these drafts or ign
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from quire.features.loop_feature import LoopFeature
 from quire.features.speculation.device_source import DeviceSource, DraftHeadSource, DraftModelSource
 from quire.features.speculation.draft_count import (
     AcceptanceRates,
+    Choice,
     Floats,
     StepCosts,
     choose,
@@ -44,6 +46,7 @@ from quire.features.speculation.settings import (
     read_settings,
 )
 from quire.features.speculation.stats import SourceStats, SpeculationStats
+from quire.features.speculation.trials import Trials
 from quire.plan import RowFlag, claim_width
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
@@ -93,6 +96,7 @@ class SpeculationFeature(Feature, LoopFeature):
         self._blocks: BlockManager | None = None
         self._kinds = np.zeros(lanes, dtype=np.int32)
         self._acceptance = AcceptanceRates(NUM_KINDS, lanes)
+        self._trials = Trials()
         self._in_flight: deque[Int32] = deque()
         self._prompt_tokens = 0
         self._stats = SpeculationStats()
@@ -132,6 +136,8 @@ class SpeculationFeature(Feature, LoopFeature):
             kinds[best], chance[best] = self._own_kind[lanes][best], own[best]
         room = np.where(kinds == NONE, 0, np.minimum(room, self._most))
         choice = choose(self._costs, chance, to_make, int32(room))
+        if not self._trials.wants_drafts(len(lanes), choice.gain):
+            choice = Choice(np.zeros_like(lanes))
         self._kinds[lanes] = np.where(choice.counts > 0, kinds, NONE)
         self._stats.gain = choice.gain
         return choice.counts
@@ -163,6 +169,13 @@ class SpeculationFeature(Feature, LoopFeature):
             self._texts.claim(builder, lanes[drafted & (kinds[lanes] >= TREE)])
         if len(lanes):
             self._stats.drafts_per_row = float((q_len - 1).mean())
+        self._trials.plan(
+            len(lanes),
+            drafted=bool(drafted.any()),
+            gain=self._stats.gain,
+            prompts=bool(prompt.any()),
+            now=time.perf_counter(),
+        )
         if self._device is not None:
             drafting = ~prompt & by_device(self._kinds[builder.lanes])
             drafts = int32(np.where(drafting, builder.q_len - 1, 0))
@@ -194,7 +207,9 @@ class SpeculationFeature(Feature, LoopFeature):
         for group in self._groups():
             ends = np.minimum(ends, group.booked[lanes])
         room = np.where(wanted, (ends - planned).clip(0, self._most), 0)
-        counts[rows] = choose(self._costs, own * wanted, wanted, int32(room)).counts
+        choice = choose(self._costs, own * wanted, wanted, int32(room))
+        if self._trials.wants_drafts(len(rows), choice.gain):
+            counts[rows] = choice.counts
         return counts
 
     def _book_ahead(self, lanes: Int32) -> None:
@@ -233,6 +248,7 @@ class SpeculationFeature(Feature, LoopFeature):
 
     def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
         kinds = self._in_flight.popleft()[lanes]
+        self._trials.verified(int(accepted.sum()))
         if self._device is not None:
             other = ~by_device(kinds)
             self._device.verified(lanes[other], drafts[other], accepted[other])

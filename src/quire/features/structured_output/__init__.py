@@ -2,8 +2,8 @@
 token.
 
 `quire.grammar.grammar` turns a request's `StructuredOutputsParams` into a grammar of llguidance's,
-and refuses what it could not enforce. `compiler.py` compiles the grammar. `feature.py` follows the
-running requests and builds their masks beside the device's work.
+and refuses what it could not enforce. `feature.py` hands each request to a builder when it arrives.
+The builder compiles the grammar (`compiler.py`), and builds masks beside the device's work.
 """
 
 from quire.features.spec import FeatureSpec
@@ -18,7 +18,7 @@ FEATURE = FeatureSpec(
     stats_name="grammars",
     live_rows="quire.features.structured_output.stats:LIVE_ROWS",
     metrics="quire.features.structured_output.metrics:collect",
-    request_check="quire.features.structured_output.grammar_check:GrammarCheck",
+    calls="quire.features.structured_output.calls:CALLS",
     enabled=lambda args: bool(args.structured_outputs_drafts),
     requested=lambda params, options: params.masked,
 )

@@ -40,7 +40,6 @@ _LIMITS = LLParserLimits(
     max_grammar_size=250_000,
     verbose_errors=False,
 )
-_KEPT_VERDICTS = 1024
 _MOST_GIVEN_UP = 8
 """Grammars that took too long and still run, from which on no more threads are added."""
 
@@ -148,6 +147,7 @@ class Compiler:
         self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
+        """Compiled grammars, and those that were refused."""
         self._alive: WeakValueDictionary[bytes, Future[LLMatcher]] = WeakValueDictionary()
         """All that somebody holds. A grammar in use is found when others have displaced it."""
         self._places: Cache[bytes, StringPlaces] = Cache(self.config.cached)
@@ -155,7 +155,6 @@ class Compiler:
         self._table_pool = ThreadPoolExecutor(1, thread_name_prefix="string tables")
         self._tables: Future[StringTables] | None = None
         self._jobs: dict[bytes, _Compilation] = {}
-        self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
         self.memory = MaskMemory(self.config.memory_bytes) if self.config.memory_bytes else None
         self.compiles = 0
         self.compile_seconds = 0.0
@@ -198,6 +197,13 @@ class Compiler:
             return LLTokenizer(text, eos_token=ends, slices=_SLICES)
 
     @property
+    def tokenizer(self) -> LLTokenizer:
+        """The tokenizer that all grammars share. Waits until it is built."""
+        self.warm_up()
+        assert self._tokenizer is not None
+        return self._tokenizer.result()
+
+    @property
     def tokenizer_vocab(self) -> int:
         """The tokenizer's size, once something was compiled; 0 where grammars cannot be used with
         it."""
@@ -205,47 +211,6 @@ class Compiler:
         return 0 if made is None or made.exception() is not None else made.result().vocab_size
 
     # -- compiling -----------------------------------------------------------------------------
-
-    def check(self, params: StructuredOutputsParams) -> None:
-        """Waits until it is known that a grammar can be compiled.
-
-        Raises:
-            GrammarError: it cannot, or takes too long.
-            CompilerBusyError: others took too long.
-        """
-        verdict = self.checked(params)
-        try:
-            verdict.result(self.config.timeout)
-        except TimeoutError:
-            raise self.late(params) from None
-        finally:
-            if not verdict.done():
-                self.forget(params)
-
-    def checked(self, params: StructuredOutputsParams) -> Future[None]:
-        """Returns what is done when it is known, and may raise GrammarError, as this may.
-
-        Who does not wait for it says so by `forget`.
-        """
-        key, verdict = grammar_key(params), Future[None]()
-
-        def judge(done: Future[LLMatcher]) -> None:
-            if done.cancelled():
-                verdict.cancel()
-                return
-            error = done.exception()
-            if error is None or isinstance(error, GrammarError):
-                with self._lock:
-                    self._verdicts.put(key, (error,))
-            _resolve(verdict, error)
-
-        with self._lock:
-            known = self._verdicts.get(key)
-        if known is None:
-            self.compile(params).add_done_callback(judge)
-        else:
-            _resolve(verdict, known[0])
-        return verdict
 
     def late(self, params: StructuredOutputsParams) -> GrammarError | CompilerBusyError:
         """Returns the error of a request that has waited for `timeout` seconds.
@@ -338,11 +303,9 @@ class Compiler:
             if self._jobs.get(key) is not job:
                 raise GrammarError("Nobody waits for the grammar.")
             job.began = time.monotonic()
-        kept, began = False, time.thread_time()
+        began = time.thread_time()
         try:
-            matcher = self._compiled_now(key, params)
-            kept = True
-            return matcher
+            return self._compiled_now(key, params)
         except GrammarError:
             raise
         except Exception as error:
@@ -352,8 +315,7 @@ class Compiler:
             self._count(seconds)
             with self._lock:
                 del self._jobs[key]
-                if kept:
-                    self._keep(key, job.future)
+                self._keep(key, job.future)
 
     def _compiled_now(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
         if self._tokenizer is None:
@@ -378,7 +340,7 @@ class Compiler:
         None while tables are being made.
 
         Args:
-            repeated: Whether masks are remembered. Most grammars come once.
+            repeated: Whether masks are remembered, while that pays. Most grammars come once.
         """
         key = grammar_key(params)
         with self._lock:
@@ -388,9 +350,10 @@ class Compiler:
         tables = made.result()
         if not tables.usable:
             return None
-        if self.memory is None or not repeated:
+        use = self.memory.use(key) if self.memory is not None and repeated else None
+        if use is None or not use.pays:
             return StringWalk(places, tables)
-        return StringWalk(places, tables, self.memory, self.memory.root(key))
+        return StringWalk(places, tables, self.memory, use)
 
     def shutdown(self) -> None:
         """Does not wait for what is being compiled. Idempotent."""
@@ -424,13 +387,10 @@ class CompilerSetup(msgspec.Struct, frozen=True):
         )
 
 
-def compiler_setup(
-    config: EngineConfig, *, cached: int | None = None, walks: bool = False, parts: int = 1
-) -> CompilerSetup:
+def compiler_setup(config: EngineConfig, *, walks: bool = False, parts: int = 1) -> CompilerSetup:
     """Returns how a compiler for the model's vocabulary is made.
 
     Args:
-        cached: Compiled grammars to keep, instead of the setting.
         walks: Whether `Compiler.walk` is called.
         parts: Number of compilers that share the memory of masks.
 
@@ -441,7 +401,7 @@ def compiler_setup(
         raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
     limits = CompilerConfig(
         timeout=config.args.structured_outputs_timeout,
-        cached=cached or config.args.structured_outputs_cache,
+        cached=config.args.structured_outputs_cache,
         walks=walks,
         memory_bytes=int(1e6 * config.args.structured_outputs_memory_mb / parts) if walks else 0,
     )
@@ -449,16 +409,13 @@ def compiler_setup(
     return CompilerSetup(str(config.tokenizer_path), config.vocab_size, eos, limits)
 
 
-def build_compiler(config: EngineConfig, *, cached: int | None = None) -> Compiler:
+def build_compiler(config: EngineConfig) -> Compiler:
     """Returns a compiler for the model's vocabulary, which begins with what all grammars share.
-
-    Args:
-        cached: Compiled grammars to keep, instead of the setting.
 
     Raises:
         ConfigError: the engine has no tokenizer.
     """
-    compiler = compiler_setup(config, cached=cached).open()
+    compiler = compiler_setup(config).open()
     compiler.warm_up()
     return compiler
 
@@ -473,15 +430,3 @@ def grammar_key(params: StructuredOutputsParams) -> bytes:
         return hashlib.blake2b(msgspec.msgpack.encode(params), digest_size=32).digest()
     except UnicodeEncodeError:
         raise GrammarError("It holds half of a surrogate pair, which is no character.") from None
-
-
-def _resolve(verdict: Future[None], error: BaseException | None) -> None:
-    if isinstance(error, GrammarError):
-        # Anew: a traceback grows with every raise.
-        error = GrammarError(str(error), error.param, error.code, error.pointer)
-    if not verdict.set_running_or_notify_cancel():
-        return
-    if error is None:
-        verdict.set_result(None)
-    else:
-        verdict.set_exception(error)

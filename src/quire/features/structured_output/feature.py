@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.config import EngineConfig
-from quire.errors import QuireError, RequestError
+from quire.errors import CompilerBusyError, QuireError, RequestError
 from quire.executor import Capacity, Executor
-from quire.features.loop_feature import Failure, LoopFeature
+from quire.features.call import CallType
+from quire.features.loop_feature import EngineInterface, Failure, LoopFeature
 from quire.features.structured_output.args import StructuredOutputArgs, mask_processes
+from quire.features.structured_output.calls import CHECK_GRAMMAR, no_grammars
 from quire.features.structured_output.compiler import Cache, compiler_setup, grammar_key
 from quire.features.structured_output.forced_text import NO_TEXT, DraftCosts, ForcedText
 from quire.features.structured_output.mask_builders import (
@@ -25,7 +28,6 @@ from quire.features.structured_output.mask_builders import (
     MaskThread,
 )
 from quire.features.structured_output.messages import (
-    CheckGrammar,
     Close,
     Compiled,
     Enter,
@@ -53,7 +55,6 @@ _KNOWN_GRAMMARS = 4096
 """Grammars of which is kept who has compiled them."""
 _HELD_SECONDS = 2e-4
 """Seconds between two looks at whether late masks are there."""
-_CHECK_SECONDS = 0.1
 
 
 class NoGrammars(Feature, LoopFeature):
@@ -68,7 +69,7 @@ class NoGrammars(Feature, LoopFeature):
         if not params.masked:
             return None
         if params.structured_outputs is not None:
-            return RequestError("this engine has no grammars", "structured_outputs")
+            return no_grammars()
         name = "allowed_token_ids" if params.allowed_token_ids else "bad_token_ids"
         return RequestError(f"{name} needs a tokenizer, which was not loaded", name)
 
@@ -133,12 +134,22 @@ class _BuilderLoad:
     Attributes:
         requests: Its requests, by key.
         stats: Its counts.
-        checks: Grammars that it checks.
     """
 
     requests: dict[int, _MaskedRequest] = field(default_factory=dict)
     stats: MaskStats = field(default_factory=MaskStats)
-    checks: int = 0
+
+
+class _Check(NamedTuple):
+    """A grammar that is checked.
+
+    Attributes:
+        builder: Number of the builder that compiles it.
+        verdict: The answer.
+    """
+
+    builder: int
+    verdict: Future[None]
 
 
 class GrammarFeature(Feature, LoopFeature):
@@ -195,10 +206,8 @@ class GrammarFeature(Feature, LoopFeature):
         """By grammar, the builders that have compiled it."""
         self._repeated: Cache[bytes, bool] = Cache(_KNOWN_GRAMMARS)
         """Grammars of requests that have come."""
-        self._checks: dict[int, int] = {}
-        """By key, the builder that checks a grammar."""
-        self._verdicts: dict[int, QuireError | None] = {}
-        self._batches = 0
+        self._checks: dict[int, _Check] = {}
+        """By key, the grammars that are checked."""
         self._compile_late_rows = 0
         self._ready: list[str] = []
         self._failed: list[tuple[_MaskedRequest, MaskFailure]] = []
@@ -212,30 +221,9 @@ class GrammarFeature(Feature, LoopFeature):
         self._builders.start(self._inputs, self._let_go)
         return self
 
-    def check(self, params: Sequence[SamplingParams]) -> None:
-        """Waits until the grammars are compiled, beside each other."""
-        asked = [p.structured_outputs for p in params if p.structured_outputs is not None]
-        self._batches += 1
-        keys = [self._check(each) for each in {grammar_key(one): one for one in asked}.values()]
-        while not self._verdicts.keys() >= set(keys):
-            self._receive(_CHECK_SECONDS)
-        verdicts = [self._verdicts.pop(key) for key in keys]
-        for error in verdicts:
-            if error is not None:
-                raise error
-
-    def _check(self, grammar: StructuredOutputsParams) -> int:
-        """Asks a builder whether a grammar can be compiled. Returns the number of the answer."""
-        builder = self._place(grammar_key(grammar))
-        self._loads[builder].checks += 1
-        self._keys += 1
-        self._builders.send(builder, CheckGrammar(self._keys, self._batches, grammar))
-        self._checks[self._keys] = builder
-        return self._keys
-
     def _place(self, grammar: bytes | None) -> int:
         """Returns the builder with the least work; of several, one that knows the grammar."""
-        work = [len(load.requests) + load.checks for load in self._loads]
+        work = [len(load.requests) for load in self._loads]
         least = [builder for builder, count in enumerate(work) if count == min(work)]
         if grammar is None:
             return least[0]
@@ -447,9 +435,29 @@ class GrammarFeature(Feature, LoopFeature):
 
     # -- the engine loop's part ----------------------------------------------------------------
 
+    def calls(self) -> Mapping[CallType[Any, Any], Callable[[EngineInterface, Any], Any]]:
+        return {CHECK_GRAMMAR: self._check}
+
+    def _check(self, engine: EngineInterface, grammar: StructuredOutputsParams) -> Future[None]:
+        """Lets a builder compile a grammar that no request has yet. Returns its verdict."""
+        check = _Check(self._place(grammar_key(grammar)), Future())
+        self._keys += 1
+        self._checks[self._keys] = check
+        self._builders.send(check.builder, Open(self._keys, MaskParams(grammar, 0)))
+        return check.verdict
+
+    def _judge(self, key: int, error: QuireError | None) -> None:
+        """Ends a check."""
+        check = self._checks.pop(key)
+        self._builders.send(check.builder, Close(key))
+        if error is None:
+            check.verdict.set_result(None)
+        else:
+            check.verdict.set_exception(error)
+
     @property
     def waits(self) -> bool:
-        return bool(self._compiling or self._held)
+        return bool(self._compiling or self._held or self._checks)
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
         self._receive()
@@ -490,9 +498,7 @@ class GrammarFeature(Feature, LoopFeature):
             self._loads[builder].stats = message.stats
             return
         if message.key in self._checks:
-            error = message.error() if isinstance(message, MaskFailure) else None
-            self._loads[self._checks.pop(message.key)].checks -= 1
-            self._verdicts[message.key] = error
+            self._judge(message.key, message.error() if isinstance(message, MaskFailure) else None)
             return
         masked = self._by_key.get(message.key)
         if masked is None:
@@ -542,8 +548,8 @@ class GrammarFeature(Feature, LoopFeature):
         message = "The process that built the masks of this answer has ended; try again."
         for masked in load.requests.values():
             self._fail(masked, MaskFailure(masked.key, message, busy=True))
-        for key in [key for key, its in self._checks.items() if its == builder]:
-            self._take(builder, MaskFailure(key, message, busy=True))
+        for key in [key for key, check in self._checks.items() if check.builder == builder]:
+            self._judge(key, CompilerBusyError(message))
         for homes in self._homes.values():
             homes.discard(builder)
         for (lane, turn), masked in self._turns_given.items():

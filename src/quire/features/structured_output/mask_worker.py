@@ -17,8 +17,6 @@ from quire.features.structured_output.compiler import Compiler
 from quire.features.structured_output.forced_text import NO_TEXT, ForcedTextFinder
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
 from quire.features.structured_output.messages import (
-    CheckGrammar,
-    Close,
     Compiled,
     Enter,
     Forced,
@@ -36,7 +34,7 @@ from quire.features.structured_output.messages import (
 )
 from quire.input_memory import DEPTH, InputMemory, OverwrittenError
 from quire.plan import StopReason
-from quire.sampling_params import StructuredOutputsParams, TokenRules
+from quire.sampling_params import TokenRules
 
 _BARE = MaskRow(None)
 _LATE: list[int] | None = [0, StopReason.LATE]
@@ -133,19 +131,16 @@ class MaskWorker:
         """Requests that have rows, or grammars that are being compiled."""
         self._leaving: list[tuple[int, int, int]] = []
         """Lanes that requests have left, with their turns and their last steps."""
-        self._checked: list[Future[LLMatcher]] = []
-        self._checks: dict[int, tuple[Future[LLMatcher], StructuredOutputsParams, float]] = {}
-        self._batch = -1
 
     @property
     def waits(self) -> bool:
         """Whether the device, a compilation or another builder gives it work."""
-        return bool(self._busy or self._checks or self._leaving)
+        return bool(self._busy or self._leaving)
 
     @property
     def compiles(self) -> bool:
         """Whether it waits for a compilation, which may take too long."""
-        return bool(self._checks) or any(each.compiling for each in self._busy.values())
+        return any(each.compiling for each in self._busy.values())
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -159,10 +154,8 @@ class MaskWorker:
             self._enter(message)
         elif isinstance(message, Leave):
             self._leave(message)
-        elif isinstance(message, Close):
-            self._close(message.key)
         else:
-            self._check(message)
+            self._close(message.key)
 
     def _open(self, message: Open) -> None:
         params = message.params
@@ -248,27 +241,10 @@ class MaskWorker:
             self._compiler.forget(request.params.grammar)
         self._report_stats()
 
-    def _check(self, message: CheckGrammar) -> None:
-        compiler, grammar = self._compiler, message.grammar
-        if message.batch != self._batch:
-            self._batch, self._checked = message.batch, []
-        try:
-            compiled = compiler.compile(grammar)
-        except GrammarError as error:
-            self._report(MaskFailure.of(message.key, error))
-            return
-        # Held until the requests have arrived, however many there are.
-        self._checked.append(compiled)
-        deadline = time.monotonic() + compiler.config.timeout
-        self._checks[message.key] = compiled, grammar, deadline
-        compiled.add_done_callback(lambda _: self._changed())
-
     # -- work ----------------------------------------------------------------------------------
 
     def turn(self) -> bool:
         """Does all that can be done now. Returns whether that was anything."""
-        if self._checks:
-            self._judge()
         if self._leaving:
             self._leave_lanes()
         done = False
@@ -282,22 +258,6 @@ class MaskWorker:
         if done:
             self._settle()
         return done
-
-    def _judge(self) -> None:
-        """Reports the checks that are done."""
-        now = time.monotonic()
-        for key, (compiled, grammar, deadline) in list(self._checks.items()):
-            if not compiled.done() and now < deadline:
-                continue
-            del self._checks[key]
-            error: QuireError | None = None
-            if not compiled.done():
-                error = self._compiler.late(grammar)
-                self._compiler.forget(grammar)
-            elif (found := compiled.exception()) is not None:
-                error = _failure(found)
-            self._report_stats()
-            self._report(Compiled(key) if error is None else MaskFailure.of(key, error))
 
     def _compile(self, request: _BuiltRequest) -> None:
         """Takes a request's grammar, if it is compiled."""
@@ -409,10 +369,9 @@ class MaskWorker:
         return row._replace(drafts=drafts.tolist(), text=request.text)
 
     def _settle(self) -> None:
-        """Reads the documents, which can wait until all masks are on their way."""
+        """Lets matchers and documents catch up, which can wait until all masks are on their way."""
         for request in self._busy.values():
-            if request.state.strings is not None:
-                request.state.strings.settle()
+            request.state.settle()
 
     def _report_stats(self) -> None:
         compiler, memory = self._compiler, self._compiler.memory

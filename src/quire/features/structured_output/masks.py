@@ -38,6 +38,7 @@ class GrammarState:
         error: Why the grammar failed. The request must end.
         grammar: The matcher's original, shared with other requests.
         pending: Tokens still to be consumed by the matcher.
+        unread: Tokens still to be taken by `strings`.
         strings: Follows the document's strings; None: no use for it.
         forced: Finds text that the grammar forces; None: nobody needs it.
     """
@@ -50,6 +51,7 @@ class GrammarState:
     error: GrammarError | None = None
     grammar: LLMatcher | None = None
     pending: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
     strings: StringWalk | None = None
     forced: ForcedTextFinder | None = None
 
@@ -60,7 +62,7 @@ class GrammarState:
 
     def restart(self, position: int) -> None:
         """Forgets all tokens from a position on, where the grammar begins."""
-        self.position, self.last, self.pending = position, [], []
+        self.position, self.last, self.pending, self.unread = position, [], [], []
         self.matcher = self.strings = None
         if self.forced is not None:
             self.forced = ForcedTextFinder()
@@ -87,6 +89,13 @@ class GrammarState:
                 self.last = [*self.last, *tokens][-self.rules.reach :]
         if self.matcher is not None and tokens:
             self.pending += tokens
+            self.unread += tokens
+
+    def settle(self) -> None:
+        """Lets the matcher and `strings` have all tokens, which can wait until a mask is built."""
+        MaskBuilder.consume(self)
+        if self.strings is not None:
+            self.strings.settle()
 
 
 class MaskRow(NamedTuple):
@@ -138,12 +147,13 @@ class MaskBuilder:
     def _build(self, row: MaskRow, lines: Int32, tokenizer_vocab: int) -> None:
         """Fills a row's lines, int32 [the row's lines, words]."""
         state = row.state
-        if state is not None:
-            self.consume(state)
         if state is None or state.error is not None:
             lines[:] = -1
             return
-        self._fill(row, state, lines, tokenizer_vocab)
+        if not _recalled(row, state, lines):
+            self.consume(state)
+            if state.error is None:
+                self._fill(row, state, lines, tokenizer_vocab)
         self._look_through(row, state, lines, tokenizer_vocab)
         if state.error is not None:
             lines[:] = -1
@@ -167,7 +177,7 @@ class MaskBuilder:
             )
         elif state.strings is None:
             fill_next_token_bitmask(matcher, lines)
-        else:
+        elif state.forced is None or not state.strings.recall(lines[0]):
             _fill_at_place(matcher, state.strings, lines)
 
     @staticmethod
@@ -178,8 +188,7 @@ class MaskBuilder:
         tokens, state.pending = state.pending, []
         if not state.matcher.consume_tokens(tokens):
             state.error = _failed(state.matcher)
-        elif state.strings is not None:
-            state.strings.take(tokens)
+        _read(state)
 
     def _look_through(
         self, row: MaskRow, state: GrammarState, lines: Int32, tokenizer_vocab: int
@@ -234,26 +243,47 @@ class MaskBuilder:
                 state.error = _no_token()
 
 
+def _read(state: GrammarState) -> None:
+    """Lets `strings` take the request's new tokens."""
+    if state.strings is not None and state.unread:
+        tokens, state.unread = state.unread, []
+        state.strings.take(tokens)
+
+
+def _recalled(row: MaskRow, state: GrammarState, lines: Int32) -> bool:
+    """Writes a row's mask without its matcher, if the place in the document is known."""
+    if state.strings is None or row.drafts or state.forced is not None:
+        return False
+    _read(state)
+    if not state.strings.recall(lines[0]):
+        return False
+    lines[1:] = -1
+    return True
+
+
 def _fill_at_place(matcher: LLMatcher, strings: StringWalk, lines: Int32) -> None:
-    """Writes the mask of a place in a document: it is remembered, or put together from tables, or
-    llguidance's."""
+    """Writes the mask of a place in a document that is not known: it is put together from tables,
+    or llguidance's."""
     if strings.short:
         _fill_in_string(matcher, strings, lines)
-    elif (mask := strings.remembered()) is not None:
-        lines[0] = mask
-    else:
-        fill_next_token_bitmask(matcher, lines)
-        if strings.remembers and not matcher.is_error():
-            strings.remember(lines[0])
+        return
+    fill_next_token_bitmask(matcher, lines)
+    if not matcher.is_error():
+        strings.remember(lines[0], forced=bool(matcher.compute_ff_bytes()))
 
 
 def _fill_in_string(matcher: LLMatcher, strings: StringWalk, lines: Int32) -> None:
-    """Writes a mask in a string that is bounded by its length alone. The first one there is made
-    from that of the string's end."""
+    """Writes a mask in a string whose masks differ only in the characters left. The first one there
+    is llguidance's, or is made from that of the string's end."""
     tables = strings.tables
+    if strings.patterned:
+        fill_next_token_bitmask(matcher, lines)
+        if not matcher.is_error():
+            strings.begin_string(lines[0, : tables.words].copy())
+        return
     if strings.base is None:
         fill_next_token_bitmask(tables.at_end(matcher, strings.left) or matcher, lines)
-        strings.base = tables.base(lines[0], matcher, strings.left)
+        strings.begin_string(tables.base(lines[0], matcher, strings.left))
     if strings.base is None:
         fill_next_token_bitmask(matcher, lines)
     else:

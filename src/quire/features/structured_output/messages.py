@@ -112,15 +112,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=5):
     key: int
 
 
-class CheckGrammar(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Asks whether a grammar can be compiled. It is kept until the next batch of checks."""
-
-    key: int
-    batch: int
-    grammar: StructuredOutputsParams
-
-
-ToMasks = Open | Enter | Rows | Leave | Close | CheckGrammar
+ToMasks = Open | Enter | Rows | Leave | Close
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -136,13 +128,13 @@ class MaskStats(msgspec.Struct, array_like=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A request's grammar is compiled, or a check has passed."""
+    """A request's grammar is compiled."""
 
     key: int
 
 
 class MaskFailure(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A request's grammar cannot be compiled or followed, or a check has failed.
+    """A request's grammar cannot be compiled or followed.
 
     Attributes:
         step_id: The step whose row has no mask; -1: it has not come to that.

@@ -25,7 +25,7 @@ class GrammarStats(msgspec.Struct):
 
 LIVE_ROWS = {
     "compiles": "Grammars compiled",
-    "compile_seconds": "Seconds of compiling grammars",
+    "compile_seconds": "Time of compiling grammars",
     "compile_late_rows": "Rows that waited for a grammar",
     "mask_lookups": "Masks looked up",
     "mask_hits": "Masks found",

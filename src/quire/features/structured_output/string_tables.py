@@ -13,6 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from quire.arrays import Int32, int32
+from quire.grammar.grammar import MOST_INDENT
 
 _MOST_FILLED = 64
 """Characters, the rest of a string, up to which a matcher is moved to the string's end."""
@@ -96,6 +97,8 @@ class StringTables:
         self._upto = [self._packed(fits <= left) for left in range(longest + 1)]
         # Where all tokens fit, their lengths no longer matter.
         self.limit = sys.maxsize if self._all_counted else longest
+        blanks = np.array([len(text) - len(text.lstrip(b" \t")) for text in texts])
+        self._indents = [self._packed(blanks <= left) for left in range(MOST_INDENT + 1)]
         self._sort(endings, counts, texts)
         self._fillers = [tokenizer.tokenize_bytes(b"a" * left) for left in range(_MOST_FILLED + 1)]
         self.usable = b'"' in endings and all(
@@ -178,6 +181,10 @@ class StringTables:
         left = min(left, len(self._upto) - 1)
         np.bitwise_and(base, self._upto[left], out=into[: self.words])
         into[self.words :] = 0
+
+    def indent(self, left: int, mask: Int32) -> None:
+        """Removes tokens that begin with more than `left` blanks. mask: int32 [at least words]."""
+        mask[: self.words] &= self._indents[left]
 
 
 def _read(text: bytes) -> tuple[int | None, bool, bytes]:

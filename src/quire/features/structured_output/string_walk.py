@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from quire.arrays import Int32
-from quire.features.structured_output.mask_memory import MaskMemory
+from quire.features.structured_output.mask_memory import GrammarUse, MaskMemory
+from quire.features.structured_output.pattern_tails import PatternTail, pattern_tail
 from quire.features.structured_output.string_tables import StringTables, whole_characters
 from quire.grammar.bounded import resolve, types_of
+from quire.grammar.grammar import MOST_INDENT
 
 Json = Any
 Nodes = tuple[int, ...]
@@ -32,9 +34,17 @@ _MOST_FOLLOWED = 256
 """Schemas that are looked at for one place."""
 _MOST_KEPT = 4096
 """Places whose schemas are kept."""
+_MOST_BYTES = 256
+"""No token has so many bytes."""
+_MOST_TEXT = 64
+"""Bytes of text behind a state, from which on it gets a number."""
 _OPEN: dict[str, Json] = {}
 UNKNOWN: Nodes = (_ANY,)
 
+
+Slot = str | tuple[int, int, int]
+"""The last name in an object; the items, at most those of the prefix, and how many must and may
+follow in an array."""
 
 UNBOUNDED = 2**62
 """The most characters of a string without a limit."""
@@ -64,6 +74,8 @@ class StringPlaces:
         self._prefix = prefix
         self._children: dict[tuple[Nodes, str | int | None], Nodes] = {}
         self._lengths: dict[Nodes, Length | None] = {}
+        self._tails: dict[Nodes, PatternTail | None] = {}
+        self._slots: dict[tuple[Nodes, str | int], Slot | None] = {}
         self.root = self._nodes([schema])
 
     def value(self, parents: Nodes, name: str) -> Nodes:
@@ -94,6 +106,51 @@ class StringPlaces:
             most = schema.get("maxLength", UNBOUNDED)
             found.add(Length(schema.get("minLength", 0), most))
         return found.pop() if len(found) == 1 else None
+
+    def tail(self, nodes: Nodes) -> PatternTail | None:
+        """Returns the end of a string's pattern, if the pattern is the only rule for it."""
+        if nodes not in self._tails:
+            self._tails[nodes] = self._tail(nodes)
+        return self._tails[nodes]
+
+    def _tail(self, nodes: Nodes) -> PatternTail | None:
+        schemas = list(self._taking(nodes, "string"))
+        schema = schemas[0] if len(schemas) == 1 else None
+        if schema is None or schema.keys() - _LABELS != {"type", "pattern"}:
+            return None
+        return pattern_tail(schema["pattern"])
+
+    def slot(self, parents: Nodes, place: str | int) -> Slot | None:
+        """Returns what an object or array allows behind a value, whatever the value is.
+
+        Places with the same slot allow the same. None: the value's text may decide what comes.
+
+        Args:
+            place: The value's name or its index.
+        """
+        key = parents, place
+        if key not in self._slots:
+            if len(self._slots) >= _MOST_KEPT:
+                self._slots.clear()
+            self._slots[key] = self._slot(parents, place)
+        return self._slots[key]
+
+    def _slot(self, parents: Nodes, place: str | int) -> Slot | None:
+        schemas = list(self._taking(parents, "array" if isinstance(place, int) else "object"))
+        schema = schemas[0] if len(schemas) == 1 else None
+        if schema is None or not _understood(schema) or _values(schema) is not None:
+            return None
+        if isinstance(place, int):
+            count, prefix = place + 1, len(schema.get("prefixItems", ()))
+            lacking = schema.get("minItems", 0) - count
+            room = schema.get("maxItems", count + _MOST_BYTES) - count
+            # A token cannot reach as many items as it has bytes.
+            return (min(count, prefix), min(max(lacking, 0), _MOST_BYTES), min(room, _MOST_BYTES))
+        # Names come in the schema's order, so the last one tells which may follow.
+        known = place in schema.get("properties", {})
+        closed = schema.get("additionalProperties") is False
+        counted = "minProperties" in schema or "maxProperties" in schema
+        return place if known and closed and not counted else None
 
     def _child(self, parents: Nodes, slot: str | int | None) -> Nodes:
         key = parents, slot
@@ -202,32 +259,39 @@ _WITHIN = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 
 class _Frame:
     """An open object or array. nodes: its schemas. name: of the property whose value comes or is
-    there, None before a name. index: of the item that comes or is there; -1: an object."""
+    there, None before a name. index: of the item that comes or is there; -1: an object. state: the
+    memory's behind its brace."""
 
-    __slots__ = ("index", "name", "nodes")
+    __slots__ = ("index", "name", "nodes", "state")
 
-    def __init__(self, nodes: Nodes, index: int) -> None:
+    def __init__(self, nodes: Nodes, index: int, state: int) -> None:
         self.nodes = nodes
         self.index = index
+        self.state = state
         self.name: str | None = None
 
 
 class StringWalk:
     """Follows a document that its grammar allows, token by token.
 
-    It is up to date where that matters: in a string that is bounded by its length alone, and where
-    one may come next. Elsewhere it reads tokens when there is time (`settle`), unless masks are
-    remembered. Where a token leads into such a string from elsewhere, that is seen a token late.
-    Belongs to one thread.
+    It is up to date where that matters: in a string that is bounded by its length alone or has a
+    `PatternTail`, and where the former may come next. Elsewhere it reads tokens when there is time
+    (`settle`), unless masks are remembered. Where a token leads into such a string from elsewhere,
+    that is seen a token late. Belongs to one thread.
+
+    With a memory it also knows its place: a state, and the text behind that. The place leaves out
+    what decides nothing: the text of strings that only their length bounds, values that are
+    complete (`StringPlaces.slot`), white space that is complete, and tabs for blanks.
 
     Args:
-        memory: Masks of documents of the same grammar; None: none are remembered.
-        root: The memory's state of an empty document.
+        memory: Masks of documents; None: none are remembered.
+        use: The grammar's, in the memory.
 
     Attributes:
-        left: Characters left in the string at the text's end, if only its length bounds it.
-            -1: elsewhere, within a character, or before the string's least length.
-        base: Tokens allowed in that string (`StringTables.base`), once known.
+        left: Characters left in the string at the text's end, if only its length bounds it, or in
+            the tail of its pattern. -1: elsewhere, within a character, or before the string's least
+            length.
+        base: Tokens allowed there with as many characters left, or with more, once known.
     """
 
     def __init__(
@@ -235,10 +299,11 @@ class StringWalk:
         places: StringPlaces,
         tables: StringTables,
         memory: MaskMemory | None = None,
-        root: int = 0,
+        use: GrammarUse | None = None,
     ) -> None:
-        self._memory = memory
-        self._state, self._last = root, -1
+        self._memory, self._use = memory, use or GrammarUse(-1)
+        self._state, self._text, self._last = self._use.root, b"", -1
+        self._blanks = b""
         self.left = -1
         self.base: Int32 | None = None
         self.tables = tables
@@ -246,6 +311,9 @@ class StringWalk:
         self._frames: list[_Frame] = []
         self._in_string = self._in_name = False
         self._length: Length | None = None
+        self._pattern: PatternTail | None = None
+        self._content = b""
+        self._opened = self._state
         self._count = 0
         self._name = self._tail = b""
         self._near = places.length(places.root) is not None
@@ -254,7 +322,13 @@ class StringWalk:
     @property
     def short(self) -> bool:
         """Whether the text ends in a string whose mask can be put together from tables."""
-        return 0 <= self.left <= self.tables.limit
+        # A pattern that is full forces the string's end.
+        return (self._pattern is not None) <= self.left <= self.tables.limit
+
+    @property
+    def patterned(self) -> bool:
+        """Whether the text ends in a string with a `PatternTail`."""
+        return self._pattern is not None
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens that have come."""
@@ -263,21 +337,55 @@ class StringWalk:
         else:
             self._unread.extend(tokens)
 
+    def recall(self, into: Int32) -> bool:
+        """Writes the mask of the text's end, int32 [words], if it is known."""
+        if self.short:
+            if self.base is None and self._memory is not None:
+                self.base = self._memory.base(self._opened, self.left)
+            if self.base is None:
+                return False
+            self.tables.mask(self.base, self.left, into)
+            return True
+        if self._memory is None or not self._placed:
+            return False
+        text, left = self._place()
+        known = self._memory.recall(self._use, self._state, text, self._last, left, into)
+        if known and left:
+            self.tables.indent(left, into)
+        return known
+
+    def remember(self, mask: Int32, *, forced: bool) -> None:
+        """Keeps the mask of the text's end, int32 [words].
+
+        Args:
+            forced: Whether the grammar forces the text that comes.
+        """
+        if self._memory is not None and self._placed:
+            text, left = self._place()
+            last = self._last if forced else None
+            # The text of a string with a pattern hardly comes again.
+            dense = not self._in_string or self._in_name
+            self._memory.keep(self._state, text, last, left, mask, dense=dense)
+
     @property
-    def remembers(self) -> bool:
-        """Whether the mask of the text's end may be remembered."""
-        return self._memory is not None and self._length is None
+    def _placed(self) -> bool:
+        """Whether the state and the text behind it say all about the text's end."""
+        return self._length is None and self.left < 0
 
-    def remembered(self) -> Int32 | None:
-        """Returns the mask of the text's end, int32 [words], if it is known; else None."""
-        if self._memory is None or self._length is not None:
-            return None
-        return self._memory.get(self._state, self._last)
+    def _place(self) -> tuple[bytes, int]:
+        """Returns the text behind the state, and how many more blanks may come in its last line.
 
-    def remember(self, mask: Int32) -> None:
-        """Keeps the mask of the text's end, int32 [words]."""
-        if self._memory is not None:
-            self._memory.put(self._state, self._last, mask)
+        Such lines differ in nothing else, so they have the same text. 0: the text has all blanks.
+        """
+        blanks = self._blanks
+        left = 1 + MOST_INDENT - len(blanks) if blanks[:1] == b"\n" else 0
+        return self._text + (b"\n" if left else blanks), left
+
+    def begin_string(self, base: Int32 | None) -> None:
+        """Takes the tokens allowed in the string at the text's end, int32 [words]."""
+        self.base = base
+        if base is not None and self._memory is not None:
+            self._memory.keep_base(self._opened, self.left, base)
 
     def settle(self) -> None:
         """Reads all tokens that were taken, which costs some microseconds."""
@@ -286,7 +394,7 @@ class StringWalk:
             self._unread.clear()
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        characters, quiet, memory = self.tables.characters, self.tables.quiet, self._memory
+        characters, quiet, free = self.tables.characters, self.tables.quiet, self._free
         for token in tokens:
             self._last = token
             if token >= len(quiet):
@@ -296,35 +404,70 @@ class StringWalk:
                     self.left -= count
                     self._count += count
                     continue
-            elif quiet[token] and self._length is None and not self._in_name and not self._tail:
-                if memory is not None:
-                    self._state = memory.step(self._state, token)
+            elif quiet[token] and free():
+                if self._memory is not None:
+                    self._keep(self.tables.text(token), inside=self._in_string)
                 continue
-            piece = self._read(self.tables.text(token))
-            if memory is not None:
-                self._state = memory.step(self._state, token if piece is None else piece)
+            self._read(self.tables.text(token))
 
-    def _read(self, text: bytes) -> bytes | None:
-        """Reads a token. Returns what is not text of strings with a `Length`; None: all of it."""
+    def _free(self) -> bool:
+        """Whether what stands here does not matter to strings."""
+        followed = self._length is not None or self._pattern is not None
+        return not (followed or self._in_name or self._tail)
+
+    def _read(self, text: bytes) -> None:
+        """Reads a token."""
+        at, old = 0, len(self._tail)
         text, self._tail = self._tail + text, b""
-        at, kept, begun = 0, list[bytes](), 0
-        free = self._length is not None
         while at < len(text):
+            start = max(at, old)
             if self._in_string:
-                start, within = at, self._length is not None
+                free, named = self._length is not None, self._in_name
                 at = self._read_string(text, at)
-                if within:
-                    kept.append(text[begun:start])
-                    begun = at if self._in_string else at - 1
-                    free = True
+                if not free or not self._in_string:
+                    self._keep(text[at - 1 if free else start : at], inside=True)
+                if not self._in_string and not named:
+                    self._end_value(_VALUE)
                 continue
             found = _NEXT.search(text, at)
-            if found is None:
-                break
-            at = found.end()
-            self._structure(text[at - 1])
-        self._near = self._length is not None or self._before_length()
-        return b"".join([*kept, text[begun:]]) if free or self._length is not None else None
+            at = len(text) if found is None else found.end()
+            self._keep(text[start:at], inside=False)
+            if found is not None:
+                self._structure(text[at - 1])
+        self._near = not (self._length is None and self._pattern is None) or self._before_length()
+
+    def _keep(self, text: bytes, *, inside: bool) -> None:
+        """Adds text to the place. inside: whether it is of a string, with the quote at its end."""
+        if self._memory is None:
+            return
+        if inside:
+            self._text += text
+        else:
+            solid = text.rstrip(_BLANKS)
+            blanks = text[len(solid) :] if solid else self._blanks + text
+            self._blanks = blanks.replace(b"\t", b" ").replace(b"\r\n", b"\n")
+            self._text += solid.translate(None, _BLANKS)
+        if len(self._text) > _MOST_TEXT:
+            self._number()
+
+    def _number(self) -> None:
+        """Makes the place a state."""
+        if self._memory is not None and self._text:
+            self._state, self._text = self._memory.step(self._state, self._text), b""
+
+    def _end_value(self, kind: int) -> None:
+        """Forgets the text of a value that is complete, if it decides nothing.
+
+        Args:
+            kind: Whether it ends here, or behind the comma.
+        """
+        frame = self._frames[-1] if self._frames else None
+        if frame is None or self._memory is None:
+            return
+        place = frame.name if frame.index < 0 else frame.index
+        slot = None if place is None else self._places.slot(frame.nodes, place)
+        if slot is not None:
+            self._state, self._text = self._memory.step(frame.state, (kind, slot)), b""
 
     def _before_length(self) -> bool:
         """Tells whether a string that is bounded by its length alone may come next."""
@@ -342,16 +485,25 @@ class StringWalk:
             self._in_name = frame is not None and frame.index < 0 and frame.name is None
             self._length = None if self._in_name else self._places.length(self._nodes())
             self._name, self._count = b"", 0
+            if not self._in_name and self._length is None:
+                self._pattern, self._content = self._places.tail(self._nodes()), b""
+            if self._length is not None or self._pattern is not None:
+                self._number()
+                self._opened = self._state
             if self._length is not None and not self._length.least:
                 self.left = self._length.most
         elif char in b"{[":
-            frames.append(_Frame(self._nodes(), -1 if char == _BRACE else 0))
+            self._number()
+            frames.append(_Frame(self._nodes(), -1 if char == _BRACE else 0, self._state))
         elif char in b"}]":
             del frames[-1:]
-        elif frames and frames[-1].index < 0:
-            frames[-1].name = None
-        elif frames:
-            frames[-1].index += 1
+            self._end_value(_VALUE)
+        else:
+            self._end_value(_COMMA)
+            if frames and frames[-1].index < 0:
+                frames[-1].name = None
+            elif frames:
+                frames[-1].index += 1
 
     def _nodes(self) -> Nodes:
         """Returns the schemas of the value that comes."""
@@ -372,19 +524,22 @@ class StringWalk:
             self._name += content
         elif self._length is not None:
             self._count_characters(content, self._length)
+        elif self._pattern is not None and not ended:
+            self._content += content
+            self.left = self._pattern.left(self._content)
         if not ended:
             return len(text)
         if self._in_name:
             self._end_name(self._frames[-1])
         self._in_string = self._in_name = False
-        self._length = self.base = None
+        self._length = self._pattern = self.base = None
         self.left, self._tail = -1, b""
         return end + 1
 
     def _count_characters(self, content: bytes, length: Length) -> None:
         found = whole_characters(content)
         if found is None:
-            self._length, self.left = None, -1
+            self._length, self.left, self._memory = None, -1, None
             return
         count, cut = found
         self._count += count
@@ -401,3 +556,6 @@ class StringWalk:
 
 
 _QUOTE, _BRACE = b'"{'
+_BLANKS = b" \t\r\n"
+_VALUE, _COMMA = range(2)
+"""The places at which the text of a value is forgotten."""

@@ -6,22 +6,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from quire.ops.triton.products.plan import Shape
-from quire.ops.triton.products.table import bucket, keep, key_of, table_for
-from quire.ops.triton.products.tune import Measured, Tuner, Turn, at_once, preferred, tune
+from quire.ops.triton.products.measure import Measured, preferred
+from quire.ops.triton.products.plan import GemmPlan, Shape
+from quire.ops.triton.products.table import PLANS, bucket, key_of
+from quire.ops.triton.products.tune import Tuner, Turn, at_once, tune
 
 _LEAST_POOL = 320 << 20
 """Fewest bytes of weights that a timing reads: more than the caches of a card hold."""
 _SPARE = 256 << 20
 """Bytes of the device that are left for other processes and for kernels' code."""
 
-Report = Callable[[Shape, list[Measured]], None]
+Report = Callable[[Shape, list[Measured[GemmPlan]]], None]
 
 
 def missing_shapes(shapes: Iterable[Shape], card: str) -> list[Shape]:
     """Returns the 16-bit shapes without an entry in the card's tables. Their rows are rounded up to
     buckets, and each shape occurs once."""
-    known = table_for(card).entries
+    known = PLANS.entries(card)
     found = {}
     for shape in shapes:
         rows = bucket(shape.m)
@@ -74,7 +75,7 @@ def make_entries(
         for shape, found in tune(tuner, fitting, workers):
             best = preferred(found)
             if best is not None:
-                keep(card, {key_of(shape): best.plan})
+                PLANS.keep(card, {key_of(shape): best.plan})
                 kept += 1
             report(shape, found)
     return kept, len(shapes) - len(fitting)

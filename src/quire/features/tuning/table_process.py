@@ -20,10 +20,10 @@ import torch
 from quire.features.tuning.new_entries import make_entries, missing_shapes
 from quire.features.tuning.step_counts import IdleTurn, StepCounts
 from quire.features.tuning.table_order import TableOrder
-from quire.ops.triton.products.plan import Shape
-from quire.ops.triton.products.table import cache_path, table_for
-from quire.ops.triton.products.table_file import sole_writer
-from quire.ops.triton.products.tune import Measured, preferred
+from quire.ops.triton.products.measure import Measured, preferred
+from quire.ops.triton.products.plan import GemmPlan, Shape
+from quire.ops.triton.products.plans import sole_writer
+from quire.ops.triton.products.table import PLANS
 
 _CONTEXT = 600 << 20
 """Bytes of a GPU that a process uses before its first allocation."""
@@ -36,17 +36,17 @@ def measure(order: TableOrder, counts: StepCounts) -> str:
     Raises:
         OSError: the cache directory cannot be written to.
     """
-    path = cache_path(order.card)
+    path = PLANS.path(order.card)
     with sole_writer(path) as alone:
         if not alone:
             return f"another process measures plans for {path}; this engine leaves it to that"
-        table_for.cache_clear()
+        PLANS.forget()
         shapes = missing_shapes(order.shapes(), order.card)
         device = torch.device("cuda", order.device)
         room = _room(device, order.memory)
         gains = 0
 
-        def report(shape: Shape, found: list[Measured]) -> None:
+        def report(shape: Shape, found: list[Measured[GemmPlan]]) -> None:
             nonlocal gains
             gains += preferred(found) is not found[0]
 

@@ -22,5 +22,6 @@ FEATURE = FeatureSpec(
     routes=f"{_HERE}.api:ROUTES",
     stats=f"{_HERE}.stats:UpdateStats",
     stats_name="weight_updates",
+    live_rows=f"{_HERE}.stats:LIVE_ROWS",
     metrics=f"{_HERE}.metrics:collect",
 )

@@ -268,7 +268,7 @@ class WeightUpdates(Feature, LoopFeature):
         self._numbers += 1
         number = self._numbers
         try:
-            names = yield from self._prepare(number, asked)
+            names, drafts = yield from self._prepare(number, asked)
             yield from self._settle(asked.mode)
         except Exception:
             self._stats.failures += 1
@@ -292,18 +292,23 @@ class WeightUpdates(Feature, LoopFeature):
         self._stats.updates += 1
         self._stats.bytes += outcome.bytes
         self._stats.seconds += outcome.seconds
-        self._stats.stale_draft_updates += bool(self._hook.drafts)
+        stale = self._stats.stale_draft_updates + 1
+        self._stats.stale_draft_updates = stale if drafts < self._hook.drafts else 0
         return self.state()
 
-    def _prepare(self, number: int, asked: UpdateWeights) -> Generator[None, None, frozenset[str]]:
-        """Opens and checks an update on all ranks, while steps go on. Returns its names.
+    def _prepare(
+        self, number: int, asked: UpdateWeights
+    ) -> Generator[None, None, tuple[frozenset[str], int]]:
+        """Opens and checks an update on all ranks, while steps go on.
 
-        The first rank checks first. Others have the same names and shapes.
+        Returns the names of its tensors, and the number of draft heads that it reaches. The
+        first rank checks first. Others have the same names and shapes.
         """
         ready = self._hook.prepare(number, asked.source, whole=asked.whole)
         while not ready.done():
             yield
-        names = ready.result().update.names
+        prepared = ready.result()
+        names = prepared.names
         missing = self._missing - names
         if missing:
             raise RequestError(
@@ -314,7 +319,7 @@ class WeightUpdates(Feature, LoopFeature):
         if self._config.args.ranks > 1:
             yield from self._send(Prepare(number, asked.source, asked.whole))
             yield from self._send(AwaitThread(number))
-        return names
+        return names, len(prepared.drafts)
 
     def _drop(self, number: int) -> Generator[None, None, None]:
         """Closes an update's source on all ranks."""
@@ -423,6 +428,9 @@ class WeightUpdates(Feature, LoopFeature):
             self._scheduler.change_weights(secrets.token_hex(16), retract=True)
             self._note_version("")
         yield from self._send(Restore(tags, read))
+        if read and self._scheduler.version:
+            # The drafts keep the weights of the last update.
+            self._stats.stale_draft_updates += bool(self._hook.drafts)
         self._lost = self._lost and not read
         self._asleep = tuple(tag for tag in self._asleep if tag not in tags)
         self._level = self._level if self._asleep else 0

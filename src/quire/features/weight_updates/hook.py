@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,9 @@ from quire.features.weight_updates.open_sources import OpenSource, open_source
 from quire.features.weight_updates.payloads import JoinGroup, Source
 from quire.models import Decoder
 from quire.models.decoder import DecoderLayers
-from quire.models.updates import WeightUpdate, reload_weights
+from quire.models.draft_heads import DraftHead
+from quire.models.families.family import Family
+from quire.models.updates import WeightUpdate, has_tensors_of, reload_weights
 from quire.ops import KVLayer
 from quire.parallel.torch_group import global_rank, sum_over_all_ranks
 from quire.runner.hooks.hook import HostHook
@@ -73,11 +75,32 @@ class _Prepared:
         stack: closes the source.
         source: the open source.
         update: the update, checked against the model.
+        drafts: the same for draft heads whose tensors the source has too.
     """
 
     stack: contextlib.ExitStack
     source: OpenSource
     update: WeightUpdate
+    drafts: Sequence[WeightUpdate]
+
+    def write(self) -> None:
+        """Writes everything. Tensors of draft heads that come in a stream are kept until the end of
+        the stream."""
+        stream, kept = self.source.stream, dict[str, Tensor]()
+        if stream is not None and self.drafts:
+            names = {name for draft in self.drafts for name in draft.stored_names}
+            stream = _keeping(stream, names, kept)
+        self.update.write(stream)
+        for draft in self.drafts:
+            draft.write(None if stream is None else kept.items())
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset().union(self.update.names, *(draft.names for draft in self.drafts))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.update, *self.drafts))
 
 
 class UpdateHook(HostHook):
@@ -86,7 +109,7 @@ class UpdateHook(HostHook):
     Attributes:
         outcomes: on the first rank, outcomes of commands that the loop has not taken yet.
         local: tensors of this process that updates bring, by the number of their `LocalSource`.
-        drafts: number of further models with weights of their own, which updates do not reach.
+        drafts: number of further models with weights of their own.
     """
 
     entries = frozenset({ENTRY})
@@ -99,6 +122,8 @@ class UpdateHook(HostHook):
         self._groups: dict[str, BroadcastGroup] = {}
         self.outcomes: list[CommandOutcome] = []
         self.local: dict[int, Mapping[str, Tensor]] = {}
+        self._heads: list[tuple[DraftHead, Family]] = []
+        """Draft heads whose weights are in the model's checkpoint, with the names there."""
         self.drafts = 0
         self._model: Decoder
         self._weights: ReleasableMemory
@@ -117,6 +142,8 @@ class UpdateHook(HostHook):
     ) -> None:
         self._weights, self._kv, self._cache = weights, kv, cache
         self.drafts = len(models) - 1
+        heads = [each for each in models if isinstance(each, DraftHead)]
+        self._heads = [(head, head.family) for head in heads if head.family is not None]
 
     def begin(self, step: Step) -> None:
         if ENTRY in step.plan.writes:
@@ -214,16 +241,21 @@ class UpdateHook(HostHook):
                 open_source(source, self._device, self._groups, self.local)
             )
             update = WeightUpdate(self._model, opened.files, whole=whole, fixed_scales=fixed)
-            return _Prepared(stack.pop_all(), opened, update)
+            drafts = [
+                WeightUpdate(head, opened.files, family=family)
+                for head, family in self._heads
+                if has_tensors_of(head, family, opened.files)
+            ]
+            return _Prepared(stack.pop_all(), opened, update, drafts)
 
     def _write(self, number: int) -> int:
         prepared: _Prepared = self._threads.pop(number).result()
         with prepared.stack:
-            prepared.update.write(prepared.source.stream)
+            prepared.write()
             if self._device.type == "cuda":
                 # Copies read the source's memory, which is closed next.
                 torch.cuda.synchronize(self._device)
-        return prepared.update.nbytes
+        return prepared.nbytes
 
     def drop(self, number: int) -> None:
         """Closes the source of an update that will not be written. Idempotent."""
@@ -251,6 +283,16 @@ class UpdateHook(HostHook):
         if "weights" in tags and read:
             args = self._config.args
             reload_weights(self._model, self._config.model_path, args.load_format, args.seed)
+
+
+def _keeping(
+    stream: Iterator[tuple[str, Tensor]], names: Collection[str], kept: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields a stream's tensors, and puts copies of those with some names into `kept`."""
+    for name, tensor in stream:
+        if name in names:
+            kept[name] = tensor.clone()
+        yield name, tensor
 
 
 def _close(done: Future[Any]) -> None:

@@ -118,7 +118,7 @@ def _map_segment(stack: contextlib.ExitStack, name: str, *, pinned: bool) -> Ten
 def _map_handles(
     stack: contextlib.ExitStack, handles: Sequence[str], device: torch.device
 ) -> list[Tensor]:
-    """Returns the bytes of another process's allocations, uint8, on this rank's GPU."""
+    """Returns the bytes of another process's allocations, uint8, each on its own GPU."""
     if device.type != "cuda":
         raise ModelError(f"CUDA IPC handles need a GPU, but this engine runs on {device}")
     driver, memory = CudaIpc(device.index or 0), []
@@ -129,7 +129,8 @@ def _map_handles(
             size = driver.allocation(base)[1]
         except (QuireError, ValueError) as error:
             raise ModelError(f"a CUDA IPC handle cannot be opened: {error}") from None
-        memory.append(torch.as_tensor(DeviceBytes(base, size), device=device))
+        # With this rank's device, PyTorch would copy the allocations of other GPUs as a whole.
+        memory.append(torch.as_tensor(DeviceBytes(base, size)))
     return memory
 
 

@@ -16,7 +16,7 @@ class UpdateStats(msgspec.Struct):
         seconds: Time of all writes, in which no step runs.
         incomplete: 1 after an update that failed while it wrote.
         asleep: 1 while memory is given up.
-        stale_draft_updates: Number of updates that did not reach the drafts' own weights.
+        stale_draft_updates: Number of updates since one reached the drafts' own weights.
     """
 
     version: int = 0
@@ -27,3 +27,16 @@ class UpdateStats(msgspec.Struct):
     incomplete: int = 0
     asleep: int = 0
     stale_draft_updates: int = 0
+
+
+LIVE_ROWS = {
+    "version": "Version of the weights",
+    "updates": "Updates",
+    "failures": "Failed updates",
+    "bytes": "Bytes written",
+    "seconds": "Time of the writes",
+    "incomplete": "Weights are incomplete",
+    "asleep": "Asleep",
+    "stale_draft_updates": "Updates without the drafts' weights",
+}
+"""The names of the statistics in the live view."""

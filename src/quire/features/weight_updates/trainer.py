@@ -5,8 +5,9 @@ It needs PyTorch and the modules of Quire that it imports, but no engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.shared_memory import SharedMemory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,3 +73,30 @@ def cuda_ipc_source(tensors: Iterable[tuple[str, Tensor]]) -> CudaIpcSource:
         infos.append(describe(name, tensor.detach(), tensor.data_ptr() - base, place))
     torch.cuda.synchronize()
     return CudaIpcSource(tuple(handles.values()), tuple(infos))
+
+
+def merged_weights(model: Any, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights that a LoRA adapter changes, with the adapter merged into them.
+
+    The names are the checkpoint's, and the model itself does not change. Weights that no adapter
+    layer covers are left out, because an update may lack them.
+
+    Args:
+        model: a `PeftModel` whose adapters are not merged.
+        adapter: name of the adapter in the model.
+
+    Raises:
+        ValueError: adapters are merged already, or no layer has this one.
+    """
+    found = False
+    for name, module in model.named_modules():
+        if not hasattr(module, "get_delta_weight") or adapter not in module.lora_A:
+            continue
+        if module.merged:
+            raise ValueError(f"{name} has a merged adapter; call unmerge_adapter() first")
+        found = True
+        weight = module.base_layer.weight.detach()
+        delta = module.get_delta_weight(adapter).detach()
+        yield f"{name.removeprefix('base_model.model.')}.weight", weight + delta.to(weight.dtype)
+    if not found:
+        raise ValueError(f"no layer of the model has an adapter {adapter!r}")

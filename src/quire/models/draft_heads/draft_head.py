@@ -13,6 +13,7 @@ from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.models.decoder import Decoder, DecoderLayers
+from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
 from quire.parallel import SingleGroup
 
@@ -34,9 +35,12 @@ class DraftHead(DecoderLayers):
             empty, the target's final normed states are read.
         embedding: the head's own embeddings, or None to use the target's.
         head: the head's own projection to logits, or None to use the target's.
+        family: names the head's tensors in the target's checkpoint; None for a head with files of
+            its own.
     """
 
     taps: tuple[int, ...] = ()
+    family: Family | None = None
 
     def __init__(self, spec: ModelSpec, target: Decoder, build: Build) -> None:
         super().__init__(spec, build)

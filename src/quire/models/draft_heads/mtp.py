@@ -188,6 +188,7 @@ def load_mtp(
             head.own_head(spec.vocab_size, made)
     load_weights(head, folder, load_format, seed, family=stored)
     share_equal(head)
+    head.family = stored
     return head
 
 

@@ -10,7 +10,7 @@ from quire.ops.experts import ExpertCopies, Routed, Routing
 from quire.ops.fixed.products import products, wider
 from quire.ops.reference import dense
 from quire.ops.reference.dense import rms_norm
-from quire.ops.reference.experts import choose
+from quire.ops.reference.experts import choose, into
 from quire.ops.reference.quantized import dequantize, round_inputs
 from quire.ops.weight import Weight
 
@@ -68,6 +68,7 @@ def route(
     first: int = 0,
     count: int | None = None,
     copies: ExpertCopies | None = None,
+    ids: Tensor | None = None,
 ) -> Routed:
     """See `reference.experts.route`."""
     if norm is not None:
@@ -78,4 +79,4 @@ def route(
         logits += bias
     scores = logits.softmax(1) if routing.score == "softmax" else dense.sigmoid(logits)
     end = len(weight) - first if count is None else count
-    return choose(x, scores, routing, live, correction, first, end, copies)
+    return into(ids, choose(x, scores, routing, live, correction, first, end, copies))

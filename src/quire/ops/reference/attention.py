@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.arguments import Scratch
-from quire.ops.kv import KVFormat, KVLayer
+from quire.ops.kv import AttentionHeads, KVFormat, KVLayer
 from quire.ops.reference import kv8
 from quire.ops.reference.cache import head_rows, host_reads
 
@@ -94,6 +94,7 @@ def attention_schedule(
     tokens: int,
     max_q_len: int,
     window: int | None = None,
+    even: bool | None = None,
 ) -> Any:
     """Returns a schedule of `paged_attention` for a step's rows.
 
@@ -111,6 +112,20 @@ def attention_schedule(
         tokens: T, padding included.
         max_q_len: see `paged_attention`.
         window: see `paged_attention`.
+        even: whether each row's KV may stay whole, because no row has more than `most_skew` times
+            the mean. None if that is unknown.
+    """
+    return None
+
+
+def most_skew(seq_lens: Tensor, attention: AttentionHeads) -> float | None:
+    """Returns how often the mean length a decode may have if all decodes' KV is to stay whole.
+
+    Returns None if the schedule does not depend on `even`.
+
+    Args:
+        seq_lens: int32 [R], of which only the size counts.
+        attention: the attention of the layers.
     """
     return None
 
@@ -158,7 +173,7 @@ def paged_attention(
             for group in _group(pieces, block_bytes)
         ]
     workspace = scratch.setdefault("workspace", {})
-    if len(plan) == 1 and plan[0].tokens == slice(0, len(q)):
+    if len(plan) == 1 and plan[0].tokens == slice(0, q.shape[0]):
         return _attend(q, kv, plan[0], workspace, scale, softcap, sinks)
     out = q.new_zeros(q.shape)
     for bucket in plan:
@@ -307,13 +322,13 @@ def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]
 
     On a CPU the page faults of fresh memory take longer than the copy."""
     view, _ = head_rows(cache)
-    size = len(rows) * view.shape[1]
+    size = rows.shape[0] * view.shape[1]
     buffer = workspace.get((name, cache.dtype))
     if buffer is None or buffer.numel() < size:
         with torch.inference_mode(False):  # Later calls may fill it inside or outside of that mode.
             buffer = cache.new_empty(size * 5 // 4)
         workspace[name, cache.dtype] = buffer
-    out = buffer[:size].view(len(rows), view.shape[1])
+    out = buffer[:size].view(rows.shape[0], view.shape[1])
     return torch.index_select(view, 0, rows, out=out)
 
 

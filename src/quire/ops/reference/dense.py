@@ -62,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if one and eps and not current_policy().deterministic:
         # PyTorch's norm takes nine operations. On one row their calls cost more than their work.
         row = x.reshape(-1)
-        factor = (torch.dot(row, row).item() / len(row) + eps) ** -0.5
+        factor = (torch.dot(row, row).item() / row.shape[0] + eps) ** -0.5
         return torch.addcmul(_ZERO if residual is None else residual, x, weight, value=factor)
     if x.dtype in _WIDE:
         out = F.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -26,6 +26,7 @@ def route(
     first: int = 0,
     count: int | None = None,
     copies: ExpertCopies | None = None,
+    ids: Tensor | None = None,
 ) -> Routed:
     """Returns norm(x) [T, hidden] and each token's experts, best first.
 
@@ -38,6 +39,7 @@ def route(
         first: index of this rank's first expert.
         count: number of experts of this rank; by default all.
         copies: the places of experts' copies; replaces `first` and `count`.
+        ids: int32 [T, k], memory for the result's ids, or None.
     """
     if norm is not None:
         x = rms_norm(x, *norm)
@@ -47,7 +49,12 @@ def route(
         logits += bias
     scores = logits.softmax(1) if routing.score == "softmax" else logits.sigmoid()
     end = len(weight) - first if count is None else count
-    return choose(x, scores, routing, live, correction, first, end, copies)
+    return into(ids, choose(x, scores, routing, live, correction, first, end, copies))
+
+
+def into(ids: Tensor | None, routed: Routed) -> Routed:
+    """Returns tokens and their experts with the ids in given memory, unless it is None."""
+    return routed if ids is None else routed._replace(ids=ids.copy_(routed.ids))
 
 
 def choose(

@@ -103,6 +103,7 @@ def latent_schedule(
     dtype: torch.dtype,
     tokens: int,
     max_q_len: int,
+    even: bool | None = None,
 ) -> Any:
     """Returns a schedule of `latent_attention` for a step's rows. The twin returns None.
 
@@ -112,6 +113,11 @@ def latent_schedule(
         rank: R.
         width: R + P.
     """
+    return None
+
+
+def latent_most_skew(seq_lens: Tensor, heads: int) -> float | None:
+    """See `ops.most_skew`."""
     return None
 
 

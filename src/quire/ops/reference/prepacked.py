@@ -29,9 +29,9 @@ _LEAST = 1e-30
 """A row counts as zeros up to this magnitude, because the inverse of its unit would overflow."""
 _CHUNK = 256
 """Rows that are split into digits at once, which bounds their memory."""
-_FEW = 2
+_FEW = 12 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2
 """Up to this many rows, products read 4-bit values. With more rows, widening them takes longer than
-reading 8 bits."""
+reading 8 or 16 bits."""
 _PACKED_GROUPS = 32, 64, 128, 256
 """Sizes of groups of inputs that PyTorch's 4-bit order supports. It stores outputs in blocks of
 16."""
@@ -120,7 +120,7 @@ _JOIN = torch.tensor([[1.0, 1 / _BASE]])
 
 @dataclass(frozen=True, slots=True)
 class FourBits:
-    """Values of 4 bits in groups, and the same values rounded to 8 bits for more than a few rows.
+    """Values of 4 bits in groups, and the same values in another order for more than a few rows.
 
     Products of a few rows round inputs and outputs to bfloat16, and sum in fp32.
 
@@ -128,21 +128,20 @@ class FourBits:
         values: 4-bit values in PyTorch's order.
         scales: bfloat16 [groups, outputs, 2], factors and addends.
         group: inputs that share a scale.
-        rounded: the weight in 8 bits, for more rows.
+        wider: the weight for more rows, rounded to 8 bits. If the scales of an output's groups
+            differ so much that one 8-bit scale would be much coarser, it has 16 bits.
     """
 
     values: Tensor
     scales: Tensor
     group: int
-    rounded: Integers
+    wider: Integers | Halves
 
     def product(self, x: Tensor) -> Tensor:
-        if len(x) > _FEW:
-            return self.rounded.product(x)
+        if x.shape[0] > _FEW:
+            return self.wider.product(x)
         rows = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
-            rows, self.values, self.group, self.scales
-        )
+        out = torch._weight_int4pack_mm_for_cpu(rows, self.values, self.group, self.scales)
         return out.float()
 
 
@@ -166,27 +165,39 @@ def _integers(values: Tensor, scales: Tensor) -> Integers:
 
 
 def _four_bits(weight: Weight) -> FourBits | None:
-    """Returns 4-bit integers in groups, or None if PyTorch does not support the groups.
-
-    Also returns None if the scales of an output's groups differ so much that one 8-bit scale for
-    all inputs would be much coarser."""
+    """Returns 4-bit integers in groups, or None if PyTorch does not support the groups."""
     kind, scales = weight.format, weight.scales
     if kind.bits != 4 or kind.code != "integer" or kind.ordered or scales is None:
         return None
-    if kind.group not in _PACKED_GROUPS or weight.inputs % kind.group or weight.outputs % 16:
+    # A group that is cut at the end of a row becomes several smaller ones with the same scale.
+    group = math.gcd(kind.group, weight.inputs, weight.first)
+    if group not in _PACKED_GROUPS or weight.outputs % 16:
         return None
-    wide = scales.float()
-    values = dequantize(weight, torch.float32)
-    steps = values.abs().amax(1, keepdim=True).div_(127).clamp_(min=torch.finfo().tiny)
-    if not (steps / wide).square_().mean() <= _COARSE**2:
+    starts = torch.arange(0, weight.inputs, group) + weight.first
+    source = torch.div(starts, kind.group, rounding_mode="floor")
+    wide = scales.float().index_select(1, source)
+    wider = _rounded(weight) or _halves(weight)
+    if wider is None:
         return None
-    rounded = _integers(values.div_(steps).round_().to(torch.int8), steps.squeeze(1))
     own = replace(weight, format=replace(kind, zeros=False), scales=None, zeros=None)
     stored = dequantize(own, torch.float32).add_(kind.zero).int()
-    zeros = kind.zero if weight.zeros is None else weight.zeros.float()
+    zeros: Tensor | int = kind.zero
+    if weight.zeros is not None:
+        zeros = weight.zeros.float().index_select(1, source)
     pairs = torch.stack((wide, wide * (8 - zeros)), 2).transpose(0, 1).bfloat16().contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 2)
-    return FourBits(packed, pairs, kind.group, rounded)
+    return FourBits(packed, pairs, group, wider)
+
+
+def _rounded(weight: Weight) -> Integers | None:
+    """Returns 4-bit integers rounded to 8 bits, or None if one scale for an output's groups is too
+    coarse."""
+    assert weight.scales is not None
+    values = dequantize(weight, torch.float32)
+    steps = values.abs().amax(1, keepdim=True).div_(127).clamp_(min=torch.finfo().tiny)
+    if not (steps / weight.scales.float()).square_().mean() <= _COARSE**2:
+        return None
+    return _integers(values.div_(steps).round_().to(torch.int8), steps.squeeze(1))
 
 
 def _halves(weight: Weight) -> Halves | None:

@@ -17,12 +17,15 @@ from quire.ops.reference import random, truncate
 from quire.ops.reference.dense import embedding, rms_norm
 from quire.ops.rows import (
     HELD,
+    LOGITS,
+    PROCESSED,
     PROMPT,
     DecodeInputs,
     Drafts,
     Expanded,
     ExpandedGroup,
     LogitRows,
+    ProcessedLogits,
     ResultRing,
     StepRows,
 )
@@ -182,6 +185,7 @@ def expand_decodes(
     *,
     max_seq_len: int,
     attention: AttentionHeads,
+    even: bool | None = None,
 ) -> DecodeInputs:
     """Returns the inputs of a step whose rows have one token each, and fills in `logit_rows`.
 
@@ -195,6 +199,7 @@ def expand_decodes(
         weight: [entries, width], the embedding table.
         max_seq_len: see `expand_rows`.
         attention: the attention of all layers.
+        even: see `attention_schedule`.
     """
     expanded = expand_rows(
         rows,
@@ -411,6 +416,7 @@ def sample(
     seed: Tensor,
     sample_index: Tensor,
     truncate_rows: bool = True,
+    cuts: Tensor | None = None,
 ) -> Tensor:
     """Returns a token for each row, int32 [L], or -1 if a logit is NaN.
 
@@ -430,7 +436,13 @@ def sample(
         seed: [M, 2], low and high word.
         sample_index: per lane.
         truncate_rows: False if the caller knows that no row uses top-k, top-p or min-p.
+        cuts: int32 [at least L, 2], output or None: the float32 bits of the lowest logit that
+            truncation keeps, after temperature, and the last kept entry with that logit. A row
+            that keeps all tokens has -inf and the largest int32.
     """
+    if cuts is not None:
+        cuts[: len(lanes), 0] = torch.tensor(-torch.inf).view(torch.int32)
+        cuts[: len(lanes), 1] = torch.iinfo(torch.int32).max
     best, greedy = logits.max(dim=-1)
     own = lanes.long().clamp(min=0)
     random_rows = torch.nonzero((temperature[own] > 0) & (lanes >= 0)).flatten()
@@ -438,10 +450,21 @@ def sample(
         lane = own[random_rows]
         scaled = logits[random_rows].float() / temperature[lane].unsqueeze(1)
         counter = seed[lane], sample_index[lane], position[random_rows]
-        cuts = top_k[lane], top_p[lane], min_p[lane]
-        picked = _draw(scaled, counter, cuts if truncate_rows else None)
+        limits = top_k[lane], top_p[lane], min_p[lane]
+        picked = _draw(scaled, counter, limits if truncate_rows else None)
         greedy[random_rows] = picked
+        if cuts is not None and truncate_rows:
+            cuts[random_rows] = _cuts(scaled, *limits)
     return torch.where(best.isnan(), -1, greedy).int()
+
+
+def _cuts(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Returns the cuts of rows, int32 [N, 2]; see `sample`."""
+    kept = truncate.top_k_top_p(truncate.min_p(logits, min_p), top_k, top_p)
+    low = kept.masked_fill(kept == -torch.inf, torch.inf).amin(dim=-1)
+    entry = torch.arange(kept.shape[1], device=kept.device)
+    last = torch.where(kept == low.unsqueeze(1), entry, -1).amax(dim=-1)
+    return torch.stack([low.view(torch.int32), last.int()], dim=1)
 
 
 Counter = tuple[Tensor, Tensor, Tensor]
@@ -618,7 +641,12 @@ def _reason(
 
 
 def token_logprobs(
-    logits: Tensor, rows: LogitRows, tokens: Tensor, wanted: Tensor, out: Tensor
+    logits: Tensor,
+    rows: LogitRows,
+    tokens: Tensor,
+    wanted: Tensor,
+    out: Tensor,
+    processed: ProcessedLogits | None = None,
 ) -> None:
     """Writes log-probabilities of tokens int32 [L] and of their likeliest alternatives.
 
@@ -630,25 +658,56 @@ def token_logprobs(
             A line has the token's position, its rank (1 is the likeliest), 1 + W ids and the
             float32 bits of their log-probabilities. The first id is the token's. The alternatives
             follow, the likeliest first, ties by id. Entries past the wanted number are undefined.
+        processed: gives each row's values by the mode of its lane. Then alternatives that cannot be
+            drawn have the id -1. None: all values are log-probabilities of `logits`.
     """
     own = rows.lanes.long().clamp(min=0)
     asked = torch.nonzero((rows.lanes >= 0) & (wanted[own] >= 0)).flatten()
     if not len(asked):
         return
     raw = logits[asked].float()
+    if processed is not None:
+        raw = _of_modes(raw, asked, own[asked], processed)
+        processed.sizes[asked] = (raw > -torch.inf).sum(dim=-1, dtype=torch.int32)
     values = raw.log_softmax(dim=-1)
+    if processed is not None:
+        as_logits = (processed.modes[own[asked]] & LOGITS) > 0
+        values = torch.where(as_logits.unsqueeze(1), raw, values)
     chosen = tokens[asked].long().clamp(min=0).unsqueeze(1)
     mine = values.gather(1, chosen)
     slots = (out.shape[1] - 2) // 2
     width = min(int(wanted[own[asked]].max()), values.shape[1], slots - 1)
     ids = _ranked(raw).topk(width, dim=-1).indices
     best = values.gather(1, ids)
+    if processed is not None:
+        ids = ids.masked_fill(raw.gather(1, ids) == -torch.inf, -1)
     line = out[asked]
     line[:, 0] = rows.lengths[asked]
     line[:, 1] = (raw > raw.gather(1, chosen)).sum(dim=-1, dtype=torch.int32) + 1
     line[:, 2 : 3 + width] = torch.cat([chosen, ids], dim=1).int()
     line[:, 2 + slots : 3 + slots + width] = torch.cat([mine, best], dim=1).view(torch.int32)
     out[asked] = line
+
+
+def _of_modes(raw: Tensor, asked: Tensor, lanes: Tensor, processed: ProcessedLogits) -> Tensor:
+    """Returns the logits of each row's mode, float32 [N, vocab]. Tokens that cannot be drawn have
+    -inf.
+
+    Args:
+        raw: float32 [N, vocab], the model's logits.
+        asked: int64 [N], places of the rows.
+        lanes: int64 [N].
+    """
+    changed = ((processed.modes[lanes] & PROCESSED) > 0).unsqueeze(1)
+    given = processed.temperature[lanes].unsqueeze(1)
+    random_rows = changed & (given > 0)
+    x = torch.where(changed, processed.logits[asked].float(), raw)
+    x = x / torch.where(random_rows, given, 1.0)
+    low, last = processed.cuts[asked].unsqueeze(2).unbind(1)
+    low = low.contiguous().view(torch.float32)
+    entry = torch.arange(x.shape[1], device=x.device)
+    kept = (x > low) | ((x == low) & (entry <= last))
+    return x.masked_fill(random_rows & ~kept, -torch.inf)
 
 
 def _ranked(x: Tensor) -> Tensor:

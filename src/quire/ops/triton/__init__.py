@@ -1,9 +1,13 @@
 """Triton kernels for NVIDIA GPUs, under the ops' names and signatures (see `ops.reference`)."""
 
 from quire.ops.triton.activation import run as activate
-from quire.ops.triton.attention.attention import attention_schedule, paged_attention
+from quire.ops.triton.attention.attention import attention_schedule, most_skew, paged_attention
 from quire.ops.triton.attention.latent import latent_queries, latent_values, store_latent
-from quire.ops.triton.attention.latent_attention import latent_attention, latent_schedule
+from quire.ops.triton.attention.latent_attention import (
+    latent_attention,
+    latent_most_skew,
+    latent_schedule,
+)
 from quire.ops.triton.attention.rope_store import qk_norm_rope_store
 from quire.ops.triton.collectives.segments import add_pairs, segment_sum
 from quire.ops.triton.experts.experts import expert_segments, experts_mlp
@@ -61,12 +65,14 @@ __all__ = [
     "gated_rms_norm",
     "keep_drafts",
     "latent_attention",
+    "latent_most_skew",
     "latent_queries",
     "latent_schedule",
     "latent_values",
     "layer_norm",
     "linear",
     "mask_logits",
+    "most_skew",
     "paged_attention",
     "place_drafts",
     "pool_rows",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from quire import ops
 from quire.arrays import Int32, int32
+from quire.config import EngineArgs
 from quire.models import Decoder
 from quire.plan import RowFlag, StepPlan
 from quire.runner.hooks.hook import HostHook, ProgramHook
 from quire.runner.hooks.logprobs import WIDTH, unpack
 from quire.runner.readback import Step, Upload
-from quire.runner.state import BatchState
+from quire.runner.state import BatchState, ColumnSpec
 
 SLICE = 256
 """Most logit rows at a time, so that a matrix of vocabulary x prompt is never allocated."""
@@ -29,7 +31,22 @@ class PromptLogprobs(ProgramHook, HostHook):
 
     Columns:
         num_prompt_logprobs: int32 [lanes], number of alternatives to return; -1 for no logprobs.
+
+    Attributes:
+        name: the parameter that asks for the hook.
     """
+
+    name = "prompt_logprobs"
+
+    @classmethod
+    def rare_columns(cls) -> Sequence[ColumnSpec]:
+        """Returns columns that the batch state has before the first request needs the hook."""
+        return (ColumnSpec(f"num_{cls.name}", fill=-1),)
+
+    @classmethod
+    def made_for(cls, args: EngineArgs) -> Self:
+        """Returns the hook for an engine's settings."""
+        return cls()
 
     def __init__(self) -> None:
         self._replay: Callable[[], None] | None = None

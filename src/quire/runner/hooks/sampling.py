@@ -70,6 +70,7 @@ class Sampling(ProgramHook, HostHook):
             ctx.logit_rows.lengths,
             **self._columns,
             truncate_rows=ctx.level >= Level.MASKED,
+            cuts=ctx.state.cuts if ctx.level >= ctx.state.cuts_level else None,
         )
 
 

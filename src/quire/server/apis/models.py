@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.features.images.args import ImageArgs
 from quire.server.apis.anthropic.routes import list_models as anthropic_models
-from quire.server.apis.openai.objects import ModelCard, ModelList
+from quire.server.apis.openai.objects import AcceptedImages, ModelCard, ModelList
 from quire.server.apis.route import Route
 from quire.server.context.api_keys import ApiKey
 from quire.server.context.request_context import context_of
 from quire.server.http.sse import json_response
 from quire.server.state import ServerState, state_of
+
+_BODY_REST = 64 << 10
+"""Bytes of a body that are set aside for everything but an image."""
 
 
 async def list_models(request: Request) -> Response:
@@ -33,7 +38,23 @@ async def show_model(request: Request) -> Response:
 def _card(state: ServerState, name: str) -> ModelCard:
     longest = state.client.config.scheduler.max_model_len
     parent = None if state.is_served(name) else state.model_name
-    return ModelCard(name, state.created, longest, state.defaults, root=name, parent=parent)
+    card = ModelCard(name, state.created, longest, state.defaults, root=name, parent=parent)
+    card.images = _accepted_images(state)
+    return card
+
+
+def _accepted_images(state: ServerState) -> AcceptedImages | UnsetType:
+    config = state.client.config
+    if not config.images:
+        return UNSET
+    settings = ImageArgs.of(config.args)
+    # Base64 makes four bytes of three. The rest of the body needs some room as well.
+    fitting = (state.args.max_body_bytes - _BODY_REST) * 3 // 4
+    return AcceptedImages(
+        settings.max_images,
+        max(0, min(settings.max_image_bytes, fitting)),
+        settings.max_image_pixels,
+    )
 
 
 def _shown(state: ServerState, key: ApiKey, name: str) -> bool:

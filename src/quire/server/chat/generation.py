@@ -21,7 +21,6 @@ from quire.server.chat.text import (
     CompletionTokensDetails,
     CompletionUsage,
     TextGeneration,
-    check_structured,
     collect,
 )
 from quire.server.chat.tools import callable_tools, check_tools, constrain_params, one_call
@@ -31,6 +30,7 @@ from quire.server.parsers.think import ThinkParser
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
+    from quire.engine.loop.output import CompletionUpdate
     from quire.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 20_000
@@ -67,8 +67,6 @@ async def prepare(
         return ChatGeneration(state, tokenizer, dialogue, prompt, context)
 
     generation = await asyncio.to_thread(build)
-    asked = dialogue.params.structured_outputs is not None
-    await check_structured(state, generation.params, "structured_outputs" if asked else "tools")
     params = generation.params
     # Beam search computes one token per beam in each step, so every beam counts as a completion.
     completions = params.n if dialogue.beams is None else dialogue.beams.beam_width
@@ -95,7 +93,7 @@ async def count(state: ServerState, dialogue: Dialogue, context: RequestContext)
 class ChatGeneration:
     """The generation of the answer to one dialogue.
 
-    `start`, `ready`, `stop` and `close` are the methods of its `TextGeneration`.
+    `start`, `ready`, `stop`, `close` and `check_grammar` are the methods of its `TextGeneration`.
 
     Attributes:
         params: the dialogue's sampling parameters, with a grammar if tool calls need one.
@@ -147,12 +145,14 @@ class ChatGeneration:
             cache_salt=dialogue.cache_salt,
             inputs=prompt.inputs,
             keep_special=format.keep_special if needs_parsing else frozenset(),
+            grammar_field="structured_outputs" if self._asked_for_grammar else "tools",
         )
         self._read = self._read_format if needs_parsing else self._read_plain
         self.start = self._generation.start
         self.ready = self._generation.ready
         self.stop = self._generation.stop
         self.close = self._generation.close
+        self.check_grammar = self._generation.check_grammar
 
     async def batches(self) -> AsyncIterator[list[ChatEvent]]:
         """Yields the events since the last batch. No batch is empty."""
@@ -189,6 +189,10 @@ class ChatGeneration:
         """Returns the versions of the weights that gave a choice's tokens so far."""
         return self._generation.versions.get(choice, [])
 
+    def last_update(self, choice: int) -> CompletionUpdate | None:
+        """Returns a choice's last update; None: it has not ended."""
+        return self._generation.last.get(choice)
+
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         return self._generation.prompts[0].logprobs
@@ -201,7 +205,11 @@ class ChatGeneration:
         return params if usual is None else replace(params, max_tokens=usual)
 
     def _needs_grammar(self) -> bool:
-        return bool(self._tools) or self.dialogue.params.structured_outputs is not None
+        return bool(self._tools) or self._asked_for_grammar
+
+    @property
+    def _asked_for_grammar(self) -> bool:
+        return self.dialogue.params.structured_outputs is not None
 
     def _read_plain(self, piece: ChoiceText) -> list[ChatEvent]:
         return plain_events(piece, self.dialogue.with_tokens)

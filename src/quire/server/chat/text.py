@@ -16,6 +16,7 @@ from quire.errors import OverloadedError, RequestError
 from quire.features.call import WEIGHTS, PromptInputs, RequestField
 from quire.features.disaggregation.calls import PEER, PeerChoice
 from quire.features.kv_events.prompt_report import encode_report
+from quire.features.structured_output.calls import check_grammar
 from quire.outputs import Logprob, VersionRun
 from quire.sampling_params import SamplingParams
 from quire.server.context.request_context import RequestContext, timeout_error
@@ -61,6 +62,7 @@ class ChoiceText:
         token_ids, logprobs: the updates' tokens.
         versions: the versions of the weights that gave the tokens.
         finish_reason, stop_reason: None until the completion ends.
+        last: the completion's last update, once it has ended.
     """
 
     choice: int
@@ -70,6 +72,7 @@ class ChoiceText:
     versions: list[VersionRun] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    last: CompletionUpdate | None = None
 
     @property
     def text(self) -> str:
@@ -84,6 +87,7 @@ class ChoiceText:
         if update.finish_reason is not None:
             self.finish_reason = str(update.finish_reason)
             self.stop_reason = update.stop_reason
+            self.last = update
 
 
 @dataclass(slots=True)
@@ -116,6 +120,7 @@ class TextGeneration:
         cache_salt: prompts with different salts share no KV.
         inputs: the parts of the (only) prompt that are no text, or None.
         keep_special: ids of special tokens that stay in the text.
+        grammar_field: the request's field that led to the grammar, for errors.
     """
 
     def __init__(
@@ -130,6 +135,7 @@ class TextGeneration:
         cache_salt: str = "",
         inputs: PromptInputs | None = None,
         keep_special: frozenset[int] = frozenset(),
+        grammar_field: str = "structured_outputs",
     ) -> None:
         self.state = state
         self.context = context
@@ -139,10 +145,13 @@ class TextGeneration:
         self.priority = priority
         self.cache_salt = cache_salt
         self.keep_special = keep_special
+        self.grammar_field = grammar_field
         self.prompts = [PromptInfo() for _ in prompts]
         self.completion_tokens = 0
         self.versions: dict[int, list[VersionRun]] = {}
         """The versions of the weights that gave a choice's tokens so far, by choice."""
+        self.last: dict[int, CompletionUpdate] = {}
+        """The last update of each choice that has ended."""
         self._prompts_given = prompts
         self._inputs = inputs
         self._tasks: list[asyncio.Task[None]] = []
@@ -248,7 +257,7 @@ class TextGeneration:
             if isinstance(error, OverloadedError):
                 self.state.note_full(self.context.tenant)
             self.context.end = reason = "error"
-            self._error = self._error or error
+            self._error = self._error or self._named(error)
         except asyncio.CancelledError:
             if self.context.end == "timeout":
                 reason = "timeout"
@@ -260,6 +269,27 @@ class TextGeneration:
             self.metrics.open.dec()
             self._running -= 1
             self._changed.set()
+
+    def _named(self, error: Exception) -> Exception:
+        """Returns an error, which names the request's field if its grammar was refused."""
+        begun = self.completion_tokens or self.params.structured_outputs is None
+        if begun or not isinstance(error, RequestError) or error.param != "structured_outputs":
+            return error
+        return _refused_grammar(error, self.grammar_field)
+
+    async def check_grammar(self) -> None:
+        """Waits until the grammar is compiled, for callers that answer before the request runs.
+
+        Raises:
+            ApiError: 400, the grammar cannot be enforced.
+        """
+        grammar = self.params.structured_outputs
+        if grammar is None:
+            return
+        try:
+            await check_grammar(self.state.client, grammar)
+        except RequestError as error:
+            raise _refused_grammar(error, self.grammar_field) from None
 
     def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[CompletionUpdate, None]:
         """Returns the updates of a prompt's completions."""
@@ -315,6 +345,8 @@ class TextGeneration:
         if piece is None:
             piece = self._pieces[choice] = ChoiceText(choice)
         piece.add(update)
+        if piece.last is not None:
+            self.last[choice] = piece.last
         runs = self.versions.setdefault(choice, [])
         if len(runs) == 1 and len(update.versions) == 1 and runs[0][0] == update.versions[0][0]:
             runs[0] = runs[0][0], runs[0][1] + update.versions[0][1]
@@ -344,26 +376,9 @@ def _extend(piece: ChoiceText, more: ChoiceText) -> None:
     piece.logprobs += more.logprobs
     piece.versions += more.versions
     piece.finish_reason, piece.stop_reason = more.finish_reason, more.stop_reason
+    piece.last = more.last
 
 
-async def check_structured(
-    state: ServerState, params: SamplingParams, field: str = "structured_outputs"
-) -> None:
-    """Compiles the grammar that `params` ask for, outside the event loop.
-
-    This refuses a grammar that cannot be enforced before any token is generated.
-
-    Args:
-        field: the request's field that led to the grammar, for the error.
-
-    Raises:
-        ApiError: 400, naming `field`.
-    """
-    if params.structured_outputs is None:
-        return
-    try:
-        await state.client.check(params)
-    except RequestError as error:
-        raise ApiError(
-            400, f"Invalid value for '{field}': {error}", param=field, code=error.code
-        ) from None
+def _refused_grammar(error: RequestError, field: str) -> ApiError:
+    """Returns the error of a request whose grammar cannot be enforced."""
+    return ApiError(400, f"Invalid value for '{field}': {error}", param=field, code=error.code)

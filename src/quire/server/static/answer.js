@@ -2,6 +2,7 @@
 
 import { ApiError, events, explain, request } from "./api.js";
 import { duration, make, number } from "./dom.js";
+import { Formatted } from "./markdown.js";
 import { TokenText } from "./tokens.js";
 
 export class Answer {
@@ -23,7 +24,9 @@ export class Answer {
   }
 
   #build(what) {
-    this.text = new TokenText(`Answer ${this.side.toUpperCase()}`);
+    this.tokens = new TokenText(`Answer ${this.side.toUpperCase()}`);
+    this.formatted = new Formatted(this.body.response_format ? "json" : null);
+    this.box = make("div", { class: "answer-text" });
     this.thought = make("div");
     this.fold = make("details", { class: "reasoning", hidden: true, open: true }, make("summary", {}, "Reasoning"), this.thought);
     this.callsBox = make("pre", { class: "calls", hidden: true });
@@ -32,13 +35,24 @@ export class Answer {
     this.element = make(
       "article", { class: "answer", "data-side": this.side, "aria-busy": "true", "aria-label": `Answer ${this.side.toUpperCase()}` },
       make("div", { class: "answer-head" }, make("b", { class: `side-${this.side}` }, this.side.toUpperCase()), make("span", { class: "what", title: what }, what)),
-      this.fold, this.text.element, this.callsBox,
+      this.fold, this.box, this.callsBox,
       make("div", { class: "answer-foot" }, this.facts, this.actions),
     );
   }
 
   get running() {
     return this.element.classList.contains("running");
+  }
+
+  /** Whether nothing came. */
+  get empty() {
+    return !this.content && !this.calls.length;
+  }
+
+  /** Whether a request can go on with the text: an answer in a format would begin anew. */
+  get continuable() {
+    const cut = this.stopped || this.error || this.finish === "length";
+    return Boolean(cut && this.content && !this.calls.length && !this.body.response_format);
   }
 
   /** As the next request tells it. */
@@ -72,6 +86,15 @@ export class Answer {
     }
   }
 
+  /** Adds to the text with another request. */
+  resume(body, onText) {
+    Object.assign(this, { body, usage: null, finish: null, error: null, stopped: false, times: { first: null, last: null } });
+    this.abort = new AbortController();
+    this.element.querySelector(".answer-error")?.remove();
+    this.element.setAttribute("aria-busy", "true");
+    return this.run(onText);
+  }
+
   stop() {
     this.abort.abort();
   }
@@ -88,12 +111,20 @@ export class Answer {
       else if (delta.tool_calls) delta.tool_calls.forEach((call) => this.#call(call));
       else {
         if (delta.content && this.reasoning) this.fold.open = false;
-        this.content += delta.content ?? "";
-        this.text.add(delta.content ?? "", entries);
+        this.#write(delta.content ?? "", entries);
       }
       this.logprobs.push(...entries);
       if (finish) this.finish = finish;
     }
+  }
+
+  #write(text, entries) {
+    if (!text && !entries.length) return;
+    this.content += text;
+    if (!this.box.firstChild) this.box.append(this.formatted.element, this.tokens.element);
+    this.formatted.add(text);
+    this.tokens.add(text, entries);
+    if (entries.length) this.element.classList.add("with-tokens");
   }
 
   #think(text) {
@@ -119,9 +150,10 @@ export class Answer {
   }
 
   #close() {
+    this.formatted.close();
     if (this.error) {
       const text = explain(this.error);
-      this.text.element.after(make("p", { class: "answer-error", role: "alert" }, text));
+      this.box.after(make("p", { class: "answer-error", role: "alert" }, text));
     }
     const thoughts = this.usage?.completion_tokens_details?.reasoning_tokens;
     if (thoughts) this.fold.querySelector("summary").textContent = `Reasoning, ${number(thoughts)} tokens`;

@@ -4,6 +4,8 @@ import { onResize, prepared } from "./canvas.js";
 import { $, colour, duration, make, number } from "./dom.js";
 
 const WINDOW = 60;
+/** Seconds after which a figure that no event has renewed fades. */
+const FRESH = 5;
 
 const TILES = {
   running: { name: "Running", title: "Requests that have a lane" },
@@ -103,7 +105,12 @@ export class Tiles {
   }
 
   draw() {
-    for (const tile of this.tiles.values()) spark(tile, this.now);
+    for (const tile of this.tiles.values()) {
+      const last = tile.points.at(-1)?.[0] ?? -Infinity;
+      tile.canvas.parentElement.classList.toggle("old", this.now - last > FRESH);
+      if (this.now - last > WINDOW) tile.value.textContent = "–";
+      spark(tile, this.now);
+    }
   }
 }
 

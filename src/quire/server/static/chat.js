@@ -3,6 +3,7 @@
 import { Answer } from "./answer.js";
 import { $, announce, make, store } from "./dom.js";
 import { Exporter } from "./export.js";
+import { Images, picture } from "./images.js";
 import { FieldError, Params } from "./params.js";
 
 const STARTERS = [
@@ -16,6 +17,7 @@ export class Chat {
     this.onUnauthorized = onUnauthorized;
     this.turns = [];
     this.params = new Params();
+    this.images = new Images();
     this.bottom = new Follower($("turns"));
     new Exporter(() => this.turns);
     for (const text of STARTERS) {
@@ -105,11 +107,12 @@ export class Chat {
   // -- sending ------------------------------------------------------------------------------------
 
   send(text) {
-    if (this.#running.length || !text.trim()) return;
-    const turn = { text, answers: [] };
+    if (this.#running.length || !(text.trim() || this.images.chosen.length)) return;
+    const turn = { text, images: this.images.chosen, answers: [] };
     const bodies = this.#bodies(turn, this.turns);
     if (!bodies) return;
     $("input").value = "";
+    this.images.put([]);
     this.#show(turn);
     this.turns.push(turn);
     this.#run(turn, bodies);
@@ -122,13 +125,13 @@ export class Chat {
       try {
         const { body, system } = this.params.body(side, { logprobs: $("colour").checked });
         const messages = system ? [{ role: "system", content: system }] : [];
-        for (const { text, answers } of before) {
+        for (const { text, images, answers } of before) {
           const answer = answers.find((each) => each.side === side) ?? answers[0];
           // Where nothing came there was no turn.
-          if (answer.error && !answer.content) continue;
-          messages.push({ role: "user", content: text }, answer.message);
+          if (answer.empty) continue;
+          messages.push(question(text, images), answer.message);
         }
-        messages.push({ role: "user", content: turn.text });
+        messages.push(question(turn.text, turn.images));
         bodies[side] = { messages, ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
       } catch (error) {
         if (!(error instanceof FieldError)) throw error;
@@ -144,7 +147,12 @@ export class Chat {
     turn.box = make("div", { class: "answers" });
     turn.element = make(
       "section", { class: "turn" },
-      make("div", { class: "asked" }, turn.text, make("span", { class: "actions" }, edit)), turn.box,
+      make(
+        "div", { class: "asked" },
+        turn.images.length ? make("div", { class: "pictures" }, ...turn.images.map(picture)) : null,
+        turn.text, make("span", { class: "actions" }, edit),
+      ),
+      turn.box,
     );
     $("turns").append(turn.element);
   }
@@ -152,6 +160,7 @@ export class Chat {
   /** Goes back to before a turn, its text in the composer. */
   #edit(turn) {
     this.#truncate(this.turns.indexOf(turn));
+    this.images.put(turn.images);
     $("input").value = turn.text;
     $("input").focus();
   }
@@ -170,9 +179,24 @@ export class Chat {
     );
     turn.box.replaceChildren(...turn.answers.map((answer) => answer.element));
     turn.element.classList.toggle("compared", turn.answers.length > 1);
-    const bottom = this.bottom;
-    bottom.go();
-    const runs = turn.answers.map((answer) => answer.run(() => bottom.follow()));
+    this.bottom.go();
+    await this.#watch(turn, turn.answers.map((answer) => answer.run(() => this.bottom.follow())));
+  }
+
+  /** Lets the model go on with an answer that was stopped, or cut off at its limit. */
+  async #continue(turn, answer) {
+    const at = this.turns.indexOf(turn);
+    const body = this.#bodies(turn, this.turns.slice(0, at))?.[answer.side];
+    if (!body) return;
+    this.#truncate(at + 1);
+    body.messages.push(answer.message);
+    Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+    turn.answers.forEach((each) => each.actions.replaceChildren());
+    await this.#watch(turn, [answer.resume(body, () => this.bottom.follow())]);
+  }
+
+  /** Waits for a turn's answers, and offers what can be done with them. */
+  async #watch(turn, runs) {
     this.#update();
     await Promise.all(runs);
     const refused = turn.answers.find((answer) => answer.error?.status === 401);
@@ -181,9 +205,13 @@ export class Chat {
       make("button", { type: "button", class: "quiet", onclick: () => this.#regenerate(turn) }, "Regenerate"),
     );
     for (const answer of turn.answers) {
+      if (answer.continuable && this.#sides.includes(answer.side)) {
+        answer.actions.append(make("button", { type: "button", class: "quiet", onclick: () => this.#continue(turn, answer) }, "Continue"));
+      }
+      if (!answer.content) continue;
       answer.actions.append(make("button", { type: "button", class: "quiet", onclick: () => copy(answer) }, "Copy"));
     }
-    bottom.follow();
+    this.bottom.follow();
     this.#update();
     announce(turn.answers.map((answer) => answer.error ? "Failed." : answer.content).join(" "));
   }
@@ -200,12 +228,20 @@ export class Chat {
   }
 }
 
+/** A user's message: text, or parts where there are images. */
+function question(text, images) {
+  if (!images.length) return { role: "user", content: text };
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  if (text) parts.push({ type: "text", text });
+  return { role: "user", content: parts };
+}
+
 async function copy(answer) {
   try {
     await navigator.clipboard.writeText(answer.content);
     announce("Copied.");
   } catch {
-    getSelection().selectAllChildren(answer.text.element);
+    getSelection().selectAllChildren(answer.box);
   }
 }
 

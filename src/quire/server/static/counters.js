@@ -1,36 +1,52 @@
 /* All numbers that the engine counts, by the names that people know. Features name their own. */
 
 import { sum } from "./charts.js";
-import { $, duration, make, number } from "./dom.js";
+import { $, duration, make, number, size } from "./dom.js";
+import { DELAYS } from "./requests.js";
 
-const NAMES = {
-  steps: "Steps",
-  prompt_tokens: "Prompt tokens taken",
-  generation_tokens: "Tokens generated",
-  prefix_query_tokens: "Prefix tokens looked up",
-  prefix_hit_tokens: "Prefix tokens found",
-  evicted_blocks: "Kept blocks given up",
-  copied_blocks: "Partly shared blocks copied",
-  preemptions: "Preemptions",
-  blocks_total: "Blocks",
-  blocks_used: "Blocks in use",
-  blocks_cached: "Blocks kept for reuse",
-  blocks_free: "Blocks free",
-  swapped: "Preempted, to be brought back",
+/** The engine's own counters, by the group that shows them. Features name theirs. */
+const GROUPS = {
+  Work: {
+    steps: "Steps", prompt_tokens: "Prompt tokens", generation_tokens: "Generated tokens",
+    late_rows: "Rows that missed a step", broken_logits: "Answers ended by broken logits",
+  },
+  "A step, on average": {
+    step_seconds: "Time", step_device_seconds: "Time on the device", step_requests: "Requests",
+    step_tokens: "Tokens", prefill_seconds: "Time of a whole prompt",
+  },
+  "KV blocks": {
+    blocks_total: "All", blocks_used: "In use", blocks_cached: "Kept for reuse", blocks_free: "Free",
+    evicted_blocks: "Evicted so far", copied_blocks: "Copied because partly shared",
+  },
+  "Prefix cache": { prefix_query_tokens: "Tokens looked up", prefix_hit_tokens: "Tokens found" },
+  Preemption: { preemptions: "Preemptions", set_back: "Preempted requests that wait", swapped: "Preemptions with saved blocks" },
 };
+
+/** Groups of features, and of what requests spent their time on, by the first word of their counters. */
+const PREFIXES = {
+  delay_seconds: "Time of all requests", tiers: "Lower tiers", grammars: "Grammars", speculation: "Speculation",
+  weight_updates: "Weight updates", conversation_leases: "Conversation leases", adapters: "Adapters",
+  disagg: "KV from other engines", experts: "Experts", images: "Images", ranks: "Ranks",
+};
+
+/** These groups are always shown, the others once one of their counters is not zero. */
+const ALWAYS = new Set(["Work", "KV blocks", "Prefix cache"]);
+
+const PLACES = new Map(Object.entries(GROUPS).flatMap(
+  ([group, rows]) => Object.entries(rows).map(([key, name]) => [key, [group, name]]),
+));
 
 /** Where prompts' tokens came from: the name, and the class of its part of the bar. */
 const SOURCES = { device: "the cache", host: "host memory", disk: "files", computed: "computed" };
 
-/** Told by the figures above. */
+/** Shown by the tiles. */
 const ELSEWHERE = new Set(["running", "waiting"]);
-
-/** The units of distributions, by the end of their names. */
-const UNITS = { seconds: duration, tokens: (value) => `${number(value, 1)} tokens` };
 
 export class Counters {
   constructor() {
     this.values = new Map();
+    this.groups = new Map();
+    for (const name of Object.keys(GROUPS)) this.#group(name);
     this.parts = new Map();
     const legend = make("ul", { class: "legend" });
     for (const [source, name] of Object.entries(SOURCES)) {
@@ -52,12 +68,11 @@ export class Counters {
     const { histograms = {}, ...counts } = stats;
     for (const [name, value] of Object.entries(counts)) {
       if (ELSEWHERE.has(name)) continue;
-      for (const [key, count] of flat(name, value)) this.#show(key, number(count, Number.isInteger(count) ? 0 : 2));
+      for (const [key, count] of flat(name, value)) this.#show(key, count, measured(key, count));
     }
     for (const [name, { counts: each, total }] of Object.entries(histograms)) {
       const count = sum(each);
-      const unit = UNITS[name.split("_").at(-1)] ?? ((value) => number(value, 2));
-      this.#show(name, count ? `mean ${unit(total / count)}, of ${number(count)}` : "none yet");
+      this.#show(name, count, count ? measured(name, total / count, 1) : "–");
     }
   }
 
@@ -74,15 +89,42 @@ export class Counters {
     this.bar.setAttribute("aria-label", told.join(", "));
   }
 
-  #show(key, text) {
-    let element = this.values.get(key);
-    if (!element) {
-      element = make("dd", { class: "num" });
-      this.values.set(key, element);
-      $("counters").append(make("div", {}, make("dt", {}, NAMES[key] ?? this.rows[key] ?? words(key)), element));
-    }
-    element.textContent = text;
+  #show(key, count, text) {
+    const row = this.values.get(key) ?? this.#row(key);
+    row.value.textContent = text;
+    row.value.classList.toggle("none", count === 0);
+    if (count) row.group.hidden = false;
   }
+
+  #row(key) {
+    const [first, ...rest] = key.split(".");
+    const [title, name] = PLACES.get(key) ?? [
+      PREFIXES[first] ?? "Further",
+      this.rows[key] ?? (first === "delay_seconds" ? DELAYS[rest[0]] : null) ?? words(rest.join(" ") || first),
+    ];
+    const group = this.groups.get(title) ?? this.#group(title);
+    const value = make("dd", { class: "num" });
+    group.list.append(make("div", {}, make("dt", {}, name.charAt(0).toUpperCase() + name.slice(1)), value));
+    const row = { value, group: group.element };
+    this.values.set(key, row);
+    return row;
+  }
+
+  #group(title) {
+    const list = make("dl");
+    const element = make("section", { hidden: !ALWAYS.has(title) }, make("h3", {}, title), list);
+    $("counters").append(element);
+    const group = { element, list };
+    this.groups.set(title, group);
+    return group;
+  }
+}
+
+/** A count with its unit, which the end of its name says. */
+function measured(key, value, digits = Number.isInteger(value) ? 0 : 2) {
+  if (/seconds/.test(key)) return value ? duration(value) : "0 s";
+  if (/bytes/.test(key)) return size(value);
+  return number(value, digits);
 }
 
 /** A statistic as numbers by name: one, the sum of a list, or those of an object. */

@@ -73,3 +73,10 @@ export function duration(seconds) {
   if (seconds < 100) return `${number(seconds, 1)} s`;
   return `${number(seconds / 60, 1)} min`;
 }
+
+/** A number of bytes, for people. */
+export function size(bytes) {
+  const units = ["bytes", "kB", "MB", "GB", "TB"];
+  const step = Math.min(units.length - 1, Math.floor(Math.log10(Math.max(1, bytes)) / 3));
+  return `${number(bytes / 1000 ** step, step ? 1 : 0)} ${units[step]}`;
+}

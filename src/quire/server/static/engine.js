@@ -4,6 +4,7 @@ import { ApiError, events, explain, request } from "./api.js";
 import { Tiles } from "./charts.js";
 import { Counters } from "./counters.js";
 import { $, calm } from "./dom.js";
+import { Load } from "./load.js";
 import { Pools } from "./pool.js";
 import { Requests } from "./requests.js";
 import { Step } from "./step.js";
@@ -24,6 +25,7 @@ export class Engine {
     const pools = new Pools();
     const requests = new Requests((lane) => pools.highlight(lane));
     this.panels = [new Tiles(), pools, new Step(), requests, new Counters(), new Tree()];
+    this.load = new Load();
     document.addEventListener("visibilitychange", () => this.#settle());
     $("live-retry").addEventListener("click", () => this.reconnect());
     $("live-pause").addEventListener("click", () => this.#pause(!this.paused));
@@ -55,6 +57,8 @@ export class Engine {
 
   #settle() {
     const open = this.wanted && !this.paused && !document.hidden;
+    // Nobody sees what it does.
+    if (!this.wanted || document.hidden) this.load.stop();
     if (open && !this.stream) this.#run();
     if (!open) {
       this.#stop();

@@ -134,6 +134,7 @@ async function connect() {
     $("model").replaceChildren(model.id, length);
     $("welcome-model").textContent = model.id;
     chat.params.defaults(model.sampling_defaults);
+    chat.images.allow(model.images);
     document.title = `${model.id} · Quire`;
     notice(null);
   } catch (error) {

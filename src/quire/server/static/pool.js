@@ -1,6 +1,6 @@
-/* The pools of KV blocks, one cell a block or, in large pools, one for several. The shape tells what a
- * block is (free, cached, in use, shared), the colour only whose it is. A bar above the cells has the
- * shares of the whole pool. */
+/* The pools of KV blocks: the used part as cells, one a block or, in large pools, one for several. The shape
+ * tells what a block is (free, cached, in use, shared), the colour only whose it is. A bar above the cells
+ * has the shares of the whole pool. */
 
 import { laneColour, onResize, prepared } from "./canvas.js";
 import { $, colour, make, number } from "./dom.js";
@@ -30,9 +30,8 @@ export class Pools {
     if (event.running) this.names = new Map(state.running.map(([id, lane]) => [lane, id]));
     for (const change of event.pools ?? []) {
       let pool = this.pools.get(change.index);
-      if (!pool || pool.cells !== change.cells) {
-        pool?.element.remove();
-        pool = new Pool(change, this);
+      if (!pool) {
+        pool = new Pool(change, this, state.engine.block_size);
         this.pools.set(change.index, pool);
         $("pools").append(pool.element);
       }
@@ -58,21 +57,21 @@ export class Pools {
 }
 
 class Pool {
-  constructor({ cells, blocks, per_cell: perCell, window }, owner) {
+  constructor({ blocks, window }, owner, blockSize) {
     this.owner = owner;
-    this.cells = cells;
     this.blocks = blocks;
-    this.perCell = perCell;
-    this.values = Array.from({ length: cells }, () => [FREE, 0, 0]);
+    this.blockSize = blockSize;
+    this.cells = 0;
     this.at = null;
     this.canvas = make("canvas", {
       tabindex: 0, role: "img",
       "aria-label": `${number(blocks)} blocks. Arrow keys go from cell to cell.`,
     });
     const kind = window === null ? "" : `Layers with a window of ${number(window)}: `;
-    const size = perCell > 1 ? `${number(blocks)} blocks, ${perCell} to a cell` : `${number(blocks)} blocks`;
-    this.title = kind + size;
-    this.caption = make("figcaption", {}, this.title);
+    this.title = `${kind}${number(blocks)} blocks`;
+    this.total = make("span", {}, this.title);
+    this.scale = make("span");
+    this.caption = make("figcaption", {}, this.total, this.scale);
     this.shares = new Map(Object.keys(SHARES).map((name) => [name, make("i", { class: `share ${name}` })]));
     const bar = make("div", { class: "budget shares", "aria-hidden": "true" }, ...this.shares.values());
     this.element = make("figure", {}, bar, this.canvas, this.caption);
@@ -83,10 +82,23 @@ class Pool {
     onResize(this.element, () => this.draw());
   }
 
-  take({ runs }) {
+  take({ cells, per_cell: perCell, runs }) {
+    if (cells !== this.cells || perCell !== this.perCell) this.#fit(cells, perCell);
     for (const [first, count, ...value] of runs) this.values.fill(value, first, first + count);
     this.draw();
     if (this.at !== null) this.#tell();
+  }
+
+  /** The used part has another size: all cells follow. */
+  #fit(cells, perCell) {
+    this.cells = cells;
+    this.perCell = perCell;
+    this.values = Array.from({ length: cells }, () => [FREE, 0, 0]);
+    this.at = null;
+    const blocks = perCell > 1 ? `${number(perCell)} blocks` : "1 block";
+    const rest = this.blocks - cells * perCell;
+    this.scale.textContent = `A cell is ${blocks}, ${number(perCell * this.blockSize)} tokens.`
+      + (rest > 0 ? ` The ${number(rest)} blocks behind these are free.` : "");
   }
 
   /** Shows how many of the pool's blocks are in use, kept, and free, by the engine's counts. */
@@ -98,7 +110,7 @@ class Pool {
       share.style.width = `${percent}%`;
       told.push(`${number(percent, percent > 0 && percent < 10 ? 1 : 0)} % ${SHARES[name]}`);
     }
-    this.caption.textContent = `${this.title}: ${told.join(", ")}`;
+    this.total.textContent = `${this.title}: ${told.join(", ")}`;
   }
 
   draw() {

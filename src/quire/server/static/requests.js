@@ -4,7 +4,7 @@ import { laneColour } from "./canvas.js";
 import { $, duration, make, number } from "./dom.js";
 
 /** What a request's seconds went to, by cause. */
-const DELAYS = {
+export const DELAYS = {
   queue: "waited for its turn", sibling: "waited for the prompt it shares", kv: "waited for blocks",
   adapter: "waited for its adapter", grammar: "waited for its grammar", preempted: "set back",
   prefill: "computed its prompt", decode: "generated", prompts: "slowed by other prompts", inputs: "waited for masks",
@@ -48,6 +48,7 @@ export class Requests {
     // A list must have items: what says that there are none is no item.
     if (kept.size) box.setAttribute("role", "list");
     else box.removeAttribute("role");
+    $("requests-head").hidden = !kept.size;
     if (!elements.length) elements.push(this.empty);
     if (elements.length !== box.children.length || elements.some((each, i) => each !== box.children[i])) {
       box.replaceChildren(...elements);
@@ -85,12 +86,13 @@ class Row {
     this.parts = ["cached", "computed", "lacking", "output"].map((kind) => make("i", { class: `part ${kind}` }));
     const swatch = make("i", { class: "swatch" });
     swatch.style.background = `var(--${laneColour(lane)})`;
-    this.counts = make("span", { class: "counts num" });
+    this.prompt = make("span", { class: "counts num" });
+    this.generated = make("span", { class: "counts num" });
     this.age = make("span", { class: "age num" });
     this.bar = make("span", { class: "bar-box" }, ...this.parts);
     this.element = make(
       "div", { class: "row", role: "listitem", tabindex: 0 },
-      swatch, make("span", { class: "id num" }, id), this.bar, this.counts, this.age,
+      swatch, make("span", { class: "id num" }, id), this.bar, this.prompt, this.generated, this.age,
     );
     this.element.style.setProperty("--own", `var(--${laneColour(lane)})`);
     for (const name of ["pointerenter", "focus"]) this.element.addEventListener(name, () => highlight(lane));
@@ -105,7 +107,8 @@ class Row {
       this.parts[i].style.width = `${(100 * length) / scale}%`;
     });
     this.since = since;
-    this.counts.textContent = known > prompt ? `${number(prompt)} + ${number(known - prompt)}` : `${number(done)} / ${number(prompt)}`;
+    this.prompt.textContent = done < prompt ? `${number(done)} of ${number(prompt)}` : number(prompt);
+    this.generated.textContent = number(known - prompt);
     const what = [
       `Request ${id}: prompt of ${number(prompt)} tokens, ${number(cached)} found in the cache`,
       `${number(known - prompt)} generated, at most ${number(most - prompt)}`,

@@ -10,10 +10,10 @@ function level(logprob) {
   return STEPS.filter((step) => probability < step).length;
 }
 
-/** The text of an answer. Kept by its tokens where log-probabilities came with it. */
+/** The text of an answer as its tokens, as far as they came with log-probabilities. */
 export class TokenText {
   constructor(label) {
-    this.element = make("div", { class: "answer-text" });
+    this.element = make("div", { class: "tokens" });
     this.label = label;
     this.infos = new Map();
     this.current = null;
@@ -23,10 +23,10 @@ export class TokenText {
     this.element.addEventListener("blur", () => this.#leave());
   }
 
-  /** entries: OpenAI's log-probabilities of the tokens that made `text`. */
+  /** entries: OpenAI's log-probabilities of the tokens that made `text`, if they came. */
   add(text, entries) {
-    if (!entries?.length) {
-      if (text) this.element.append(text);
+    if (!entries.length) {
+      this.element.append(text);
       return;
     }
     const whole = new TextDecoder();

@@ -46,7 +46,7 @@ export class Tree {
       const wide = width(node);
       const item = { node, x, level, first, wide };
       items.push(item);
-      for (const child of node.children) lay(child, x + wide + 2, level + 1);
+      for (const child of node.children) lay(child, x + wide, level + 1);
       if (!node.children.length) row += 1;
       item.rows = row - first;
     };
@@ -69,7 +69,7 @@ export class Tree {
       $("tree").replaceChildren(...elements);
       if (had) elements[this.focus].focus({ preventScroll: true });
     }
-    $("tree").style.height = `${row * ROW + 4}px`;
+    $("tree").style.height = `${row * ROW}px`;
   }
 
   #key(event) {
@@ -104,13 +104,13 @@ export class Tree {
 /** Pixels: the more tokens the wider, but so that one and ten thousand both fit. */
 const width = ({ length }) => (length ? 40 + 18 * Math.log2(1 + length / 8) : 90);
 
-/** Uses the room there is, up to four times what is needed. */
+/** Fits the room there is, at most four times what is needed. */
 function stretch(items) {
   const needed = Math.max(...items.map(({ x, wide }) => x + wide));
-  const factor = Math.min(4, Math.max(1, ($("tree").clientWidth - 4) / needed));
+  const factor = Math.min(4, ($("tree").clientWidth - 4) / needed);
   for (const item of items) {
     item.x *= factor;
-    item.wide = item.wide * factor - (factor > 1 ? 2 : 0);
+    item.wide = item.wide * factor - 2;
   }
 }
 

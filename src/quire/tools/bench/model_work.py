@@ -16,8 +16,8 @@ from quire.layers.latent_attention import LatentLayout
 from quire.layers.layout import block_bytes
 from quire.layers.linear import Linear
 from quire.models import load_config, model_quantization, spec_from_config
-from quire.ops import KVFormat
-from quire.tools.bench.work import AttentionWork, ExpertsWork, ModelWork
+from quire.ops import KVFormat, WeightFormat
+from quire.tools.bench.work import AttentionWork, ExpertsWork, ModelWork, Products
 
 _CHUNK = 64
 """Tokens of a chunk of a prompt in a gated delta net."""
@@ -64,7 +64,23 @@ def model_work(config: EngineConfig) -> ModelWork:
         state_bytes=sum(block_bytes(state, 1, KVFormat(dtype)) for state in states),
         state_flops=sum(_state_flops(state) for state in states),
         tied=tied,
+        body_products=_products(linear),
+        head_products="plain" if tied else _products([model.head]),
     )
+
+
+def _products(layers: Sequence[Linear]) -> Products:
+    """Returns the products of most of the layers' weights."""
+    counts: Counter[WeightFormat] = Counter()
+    for weight in (weight for layer in layers for weight in layer.weights):
+        counts[weight.format] += weight.outputs * weight.inputs
+    stored = max(counts, key=counts.__getitem__)
+    if stored.scales is None:
+        return "plain"
+    if stored.inputs != "none":
+        return "blocks" if stored.inputs == "group" else "rounded"
+    floats = stored.values.is_floating_point or stored.code != "integer"
+    return "floats" if floats else "integers"
 
 
 def _attention_work(layout: KVLayout | LatentLayout, dtype: torch.dtype) -> AttentionWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ _TEXT = "#7d8590"
 """Color of text and axes. It is legible on a light and on a dark page."""
 COLORS = ("#2f81f7", "#d4761c", "#2da44e", "#a371f7", "#bf3989", "#57606a", "#b59f00", "#1b7c83")
 """Colors of series, in their order."""
+_NO_DATE = {"svg": {"Date": None}}
+"""Metadata of a picture, by its kind: no date, so that equal pictures are equal files."""
+_LINE_OF_TEXT = 10.0
+"""Distance of two names beside lines, in points."""
 
 
 def throughput(records: Sequence[BenchRecord], path: Path) -> None:
@@ -213,6 +218,25 @@ def name_series(panel: Any, columns: int = 5) -> None:
     )  # fmt: skip
 
 
+def label_lines(panel: Any) -> None:
+    """Writes the names of lines at the panel's right edge, in their colors and as high as the lines
+    end. Names keep a distance."""
+    figure = panel.get_figure()
+    figure.draw_without_rendering()
+    low, high = panel.get_window_extent().get_points()[:, 1]
+    names = [line for line in panel.lines if not line.get_label().startswith("_")]
+    ends = {line: panel.transData.transform(line.get_xydata()[-1])[1] for line in names}
+    free = -math.inf
+    for line in sorted(names, key=lambda line: float(ends[line])):
+        place = max(float(ends[line]), free)
+        free = place + _LINE_OF_TEXT * figure.dpi / 72
+        panel.annotate(
+            line.get_label(), (1, (place - low) / (high - low)), xycoords="axes fraction",
+            xytext=(5, 0), textcoords="offset points", va="center", color=line.get_color(),
+            fontsize="small", annotation_clip=False,
+        )  # fmt: skip
+
+
 def _from_zero(panel: Any) -> None:
     if panel.lines:
         panel.set_ylim(0, 1.08 * panel.dataLim.ymax)
@@ -225,7 +249,8 @@ def _title(records: Sequence[BenchRecord]) -> str:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Draws axes and text in one style, on a transparent ground, and writes a PNG."""
+    """Draws axes and text in one style, on a transparent ground, and writes a picture: PNG, or what
+    the file's name ends in."""
     title = figure.get_suptitle() if hasattr(figure, "get_suptitle") else ""
     if title:
         figure.suptitle(title, color=_TEXT, fontsize="medium")
@@ -236,5 +261,8 @@ def save(figure: Any, path: Path) -> None:
         panel.tick_params(colors=_TEXT, which="both")
         panel.title.set_color(_TEXT)
         for text in (panel.xaxis.label, panel.yaxis.label, *panel.texts):
-            text.set_color(_TEXT)
-    figure.savefig(path, format="png", dpi=120, transparent=True)
+            # The names of lines have colors of their own.
+            if text.get_color() not in COLORS:
+                text.set_color(_TEXT)
+    kind = path.suffix.removeprefix(".") or "png"
+    figure.savefig(path, format=kind, dpi=120, transparent=True, metadata=_NO_DATE.get(kind))

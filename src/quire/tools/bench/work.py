@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -96,6 +97,11 @@ def measured_on_cpu(dtype: str) -> Ceilings:
 # -- the least bytes and FLOPs of a step, from the model's shapes -------------------------------
 
 
+Products = Literal["plain", "integers", "floats", "rounded", "blocks"]
+"""Uses of weights by products: as they are; widened, from integers or from floats; with inputs in
+as few bits, which have a scale per token, or one per token and group."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
     """The least work of one attention layer.
@@ -145,6 +151,8 @@ class ModelWork:
         head_flops: FLOPs of the head per row of logits.
         embedding_bytes: bytes of embeddings read per token.
         tied: whether the head's weights are the embeddings.
+        body_products: products of most of the layers' weights.
+        head_products: products of the head.
         attention: each kind of attention layer, and the number of such layers.
         state_bytes: recurrent states of one request, over all `state_layers`.
         state_flops: FLOPs of the recurrent states per token.
@@ -162,6 +170,8 @@ class ModelWork:
     state_bytes: int = 0
     state_flops: int = 0
     tied: bool = False
+    body_products: Products = "plain"
+    head_products: Products = "plain"
 
     @property
     def attention_layers(self) -> int:

@@ -22,7 +22,7 @@ from quire.models import load_config, spec_from_config
 from quire.tools.bench.cases import TTFT, TTFT_LENGTHS, Case
 from quire.tools.bench.model_work import model_work
 from quire.tools.bench.record import card_name
-from quire.tools.bench.work import Ceilings, ceilings, measured_on_cpu
+from quire.tools.bench.work import Ceilings, Products, ceilings, measured_on_cpu
 
 MAX_REQUESTS = 256
 MAX_TOKENS = 8192
@@ -39,11 +39,9 @@ _STEP = 30e-6
 """Seconds of a step without any of the kernels below."""
 _RATES = {"attention": 0.65, "experts": 0.28, "states": 0.16}
 """Fractions of the matmul rate that kinds of kernels reach over a prompt."""
-_FEW_BITS = ((12.0, 1.0), (0.0, 0.80))
-"""Pairs of bits of a weight and the fraction of the bandwidth that products with more bits
-reach."""
 _EXPERTS = ((12.0, 0.85), (6.0, 0.70), (0.0, 0.65))
-"""Likewise, of experts."""
+"""Pairs of bits of an expert's weight and the fraction of the bandwidth that products with more
+bits reach."""
 _STATES = 0.62
 """Fraction of the bandwidth at which recurrent states are read and written."""
 _LINK = 320e9
@@ -53,6 +51,33 @@ _ONE_SHOT = 1 << 20
 word."""
 _RANK = 1.4e-6
 """Seconds that each rank beyond two adds to a sum, on four H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSpeed:
+    """The speed of products.
+
+    Attributes:
+        bandwidth: fraction of the bandwidth.
+        rate: factor of the matmul rate of 16 bits, for numbers of rows in `rows`.
+        rows: tokens.
+    """
+
+    bandwidth: float = 1.0
+    rate: float = 1.0
+    rows: range = range(1, 1 << 30)
+
+
+_WIDENED_ROWS = range(9, 257)
+"""Tokens for which tensor cores wait until weights are widened. For fewer tokens weights take
+longer to arrive, and for more they are widened once for many tokens."""
+_PRODUCTS: dict[Products, ProductSpeed] = {
+    "plain": ProductSpeed(),
+    "integers": ProductSpeed(0.97, 0.6, _WIDENED_ROWS),
+    "floats": ProductSpeed(0.84, 0.6, _WIDENED_ROWS),
+    "rounded": ProductSpeed(0.80, 1.65),
+    "blocks": ProductSpeed(0.84, 1.15),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +214,12 @@ class Roofline:
         self._read_spec(config)
         self.work = model_work(config)
         experts = self.work.experts
+        self.products = {
+            "projections": _PRODUCTS[self.work.body_products],
+            "head": _PRODUCTS[self.work.head_products],
+        }
         self.bandwidth_shares = {
-            "projections": _share(_FEW_BITS, self.work.body_bytes, self.work.body_flops),
-            "head": _share(_FEW_BITS, self.work.head_bytes, self.work.head_flops),
+            **{name: speed.bandwidth for name, speed in self.products.items()},
             "states": _STATES,
         }
         if experts.layers:
@@ -276,6 +304,9 @@ class Roofline:
             bandwidth = self.limits.memory * self.bandwidth_shares.get(name, 1.0)
             rate = self.limits.matmul * _RATES.get(name, 1.0)
             rows = step.logit_rows if name == "head" else tokens
+            speed = self.products.get(name)
+            if speed is not None and rows in speed.rows:
+                rate *= speed.rate
             if name in ("projections", "head", "experts") and rows > _FEW_ROWS:
                 launch += _WIDE_LAUNCH
             kind = kinds.setdefault(name, KindTime())

@@ -41,6 +41,8 @@ _FILLED = 3
 _CROWDED = 8
 """From this many programs per multiprocessor on, short rows are not cut into parts. The longest row
 then ends while waves of other rows still run."""
+_EVEN = 1.25
+"""Rows of up to so many times the mean length do not make the others wait if they are not cut."""
 _ONE_WAVE = 5
 """Programs per multiprocessor that run at once, with one KV tile in flight each."""
 _THREE_AT_ONCE = 168
@@ -97,12 +99,13 @@ def _tuning() -> AttentionTuning:
 
 def decode_tiles(
     queries: int, d_pad: int, element_size: int, kv_format: KVFormat, rows: int, kv_heads: int,
-    card: DeviceTraits,
+    card: DeviceTraits, even: bool | None = None,
 ) -> Tiles:  # fmt: skip
     """Returns the tiles of short rows.
 
     Args:
         queries: number of (token, head) pairs of the longest short row.
+        even: see `ops.attention_schedule`.
     """
     m = max(16, triton.next_power_of_2(queries))
     if card.capability < (8, 0):
@@ -117,12 +120,12 @@ def decode_tiles(
             three = not kv_format.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
             return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 and three else None)
         return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
-    # With many programs at once, each needs fewer loads in flight. The exception is a little more
-    # than one wave of programs from many rows. Their lengths differ, and the last programs then
-    # need many loads in flight.
+    # With many programs at once, each needs fewer loads in flight. The exception are rows whose
+    # lengths differ, because their last programs run with few others. A little more than one wave
+    # of programs from many rows counts as such.
     programs = rows * kv_heads
     ragged = rows > card.num_sms and programs <= _ONE_WAVE * card.num_sms
-    shallow = programs > _FILLED * card.num_sms and not ragged
+    shallow = programs > _FILLED * card.num_sms and not ragged and even is not False
     return Tiles(m, 64 if d_pad * element_size <= 256 else 32, 4, 2 if shallow else 3)
 
 
@@ -156,19 +159,23 @@ def prefill_tiles(
 
 def short_cuts(
     rows: int, heads: AttentionHeads, max_q_len: int, card: DeviceTraits,
-    tuning: AttentionTuning | None = None,
+    tuning: AttentionTuning | None = None, even: bool | None = None,
 ) -> Cuts:  # fmt: skip
-    """Returns how the KV of short rows is cut."""
+    """Returns how the KV of short rows is cut.
+
+    Args:
+        even: see `ops.attention_schedule`.
+    """
     tuning = tuning or _tuning()
     group, kv_format = heads.heads // heads.kv_heads, heads.kv_format
     d_pad = _padded(heads.head_dim, kv_format)
     width = _width(heads.dtype, kv_format, card, tuning)
     tiles = tuning.decode or _short_tiles(
-        group, max_q_len, d_pad, width, kv_format, rows, heads.kv_heads, card
+        group, max_q_len, d_pad, width, kv_format, rows, heads.kv_heads, card, even
     )
     programs = tuning.programs
     if programs is None:
-        programs = _more_programs(rows * heads.kv_heads, kv_format, card)
+        programs = _more_programs(rows * heads.kv_heads, kv_format, card, even)
     most = tuning.most_parts
     return Cuts(
         longest=max(1, tiles.m // group),
@@ -192,6 +199,7 @@ def attention_schedule(
     tokens: int,
     max_q_len: int,
     window: int | None = None,
+    even: bool | None = None,
     tuning: AttentionTuning | None = None,
 ) -> Schedule:
     """See `ops.attention_schedule`."""
@@ -199,7 +207,7 @@ def attention_schedule(
     card = traits(seq_lens.device)
     group, width = heads // kv_heads, _width(dtype, kv_format, card, tuning)
     own = AttentionHeads(heads, kv_heads, head_dim, dtype, kv_format, window)
-    cuts = short_cuts(seq_lens.shape[0], own, max_q_len, card, tuning)
+    cuts = short_cuts(seq_lens.shape[0], own, max_q_len, card, tuning, even)
     pdl = card.pdl if tuning.pdl is None else tuning.pdl
     short = schedule(query_start, seq_lens, cuts, pdl=pdl)
     if min(max_q_len, tokens) <= short.longest:
@@ -224,16 +232,31 @@ def attention_schedule(
     return replace(short, long=long)
 
 
-def _more_programs(programs: int, kv_format: KVFormat, card: DeviceTraits) -> int:
+def most_skew(seq_lens: Tensor, attention: AttentionHeads) -> float | None:
+    """See `ops.most_skew`."""
+    card = traits(seq_lens.device)
+    programs = len(seq_lens) * attention.kv_heads
+    if _tuning().fixed or programs <= _FILLED * card.num_sms:
+        return None
+    # With several waves of programs, a longer row ends while the later waves still run.
+    return max(_EVEN, programs / (_ONE_WAVE * card.num_sms))
+
+
+def _more_programs(
+    programs: int, kv_format: KVFormat, card: DeviceTraits, even: bool | None = None
+) -> int:
     """Returns the number of programs, beyond one per row, over which short rows' KV is spread."""
     # A program needs as long for an 8-bit tile as for a 16-bit one of twice the bytes.
     each = 2 if kv_format.scales == "none" else 4
     if programs <= _FILLED * card.num_sms:
         return each * card.num_sms
-    if programs > _CROWDED * card.num_sms:
+    if even is False:
+        # Parts have at most the mean length of rows, so long rows end with the others.
+        return programs
+    if even or programs > _CROWDED * card.num_sms:
         return 0
-    # If rows fill the card, only rows of more than 1.5 times the mean length are cut. Uncut, they
-    # would make all others wait.
+    # Only rows of more than 1.5 times the mean length are cut. Uncut, they would make all others
+    # wait.
     return min(2 * each * card.num_sms, programs * 2 // 3)
 
 
@@ -253,11 +276,11 @@ def _spread(programs: int, tiles: Tiles, card: DeviceTraits, tuning: AttentionTu
 
 def _short_tiles(
     group: int, max_q_len: int, d_pad: int, width: int, kv_format: KVFormat, rows: int,
-    kv_heads: int, card: DeviceTraits,
+    kv_heads: int, card: DeviceTraits, even: bool | None,
 ) -> Tiles:  # fmt: skip
     fits = max_q_len * group <= _SHORT_TILE
     queries = max_q_len * group if fits else group
-    return decode_tiles(queries, d_pad, width, kv_format, rows, kv_heads, card)
+    return decode_tiles(queries, d_pad, width, kv_format, rows, kv_heads, card, even)
 
 
 def _width(

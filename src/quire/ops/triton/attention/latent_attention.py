@@ -31,6 +31,8 @@ from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 _LOG2E = math.log2(math.e)
 _MOST_HEADS = 64
 """Heads of a block: the rows of a warpgroup's matrix product."""
+_FILLED = 3
+"""With this many programs per multiprocessor, rows fill the card without being cut into parts."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def latent_schedule(
     dtype: torch.dtype,
     tokens: int,
     max_q_len: int,
+    even: bool | None = None,
     tuning: LatentTuning | None = None,
 ) -> Schedule:
     """See `ops.latent_schedule`."""
@@ -97,7 +100,9 @@ def latent_schedule(
     tiles = tuning.short or tiles_for(longest * group, element, card)
     # One program runs at a time on a multiprocessor.
     programs = card.num_sms if tuning.programs is None else tuning.programs
-    if len(seq_lens) * blocks > 3 * card.num_sms or tuning.most_parts == 1:
+    if _filled(len(seq_lens), heads, card):
+        programs = 0 if even is not False else len(seq_lens) * blocks
+    if tuning.most_parts == 1:
         programs = 0
     cuts = Cuts(max(1, tiles.m // group), tiles, programs // blocks, 1, tuning.most_parts, None)
     short = schedule(query_start, seq_lens, cuts, pdl=card.pdl)
@@ -124,6 +129,18 @@ def latent_schedule(
         pdl=card.pdl,
     )
     return replace(short, long=long)
+
+
+def latent_most_skew(seq_lens: Tensor, heads: int) -> float | None:
+    """See `ops.most_skew`."""
+    card = traits(seq_lens.device)
+    depends = _filled(len(seq_lens), heads, card) and not _tuning().fixed
+    return len(seq_lens) * (heads // head_block(heads)) / card.num_sms if depends else None
+
+
+def _filled(rows: int, heads: int, card: DeviceTraits) -> bool:
+    """Returns whether rows fill the card without being cut into parts."""
+    return rows * (heads // head_block(heads)) > _FILLED * card.num_sms
 
 
 def latent_attention(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from quire.ops.triton.products.plan import CHUNK_WORDS
-from quire.ops.triton.products.table_file import sources_hash, table_path, write_whole
+from quire.ops.triton.products.plans import Plans
 from quire.ops.weight import WeightFormat
 
 GEMV_TOKENS = 4
@@ -119,6 +117,36 @@ class ExpertsPlan:
     up: AnyTile
     down: AnyTile
     expand: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the plan's fields. Each tile also has its kind."""
+        up, down = ({"kind": _kind_of(tile), **asdict(tile)} for tile in (self.up, self.down))
+        return {"kernel": self.kernel, "up": up, "down": down, "expand": self.expand}
+
+    @classmethod
+    def from_json(cls, data: Any) -> ExpertsPlan:
+        """See `plans.Plan`."""
+        if data["kernel"] not in ("gemv", "grouped"):
+            raise ValueError(f"unknown kernel {data['kernel']!r}")
+        up, down = _tile(data["up"]), _tile(data["down"])
+        return cls(data["kernel"], up, down, bool(data["expand"]))
+
+
+_KINDS: dict[str, type[AnyTile]] = {
+    "loop": Tile, "mma": MmaTile, "integer": IntegerTile, "ring": RingTile
+}  # fmt: skip
+
+
+def _kind_of(tile: AnyTile) -> str:
+    return next(kind for kind, known in _KINDS.items() if type(tile) is known)
+
+
+def _tile(data: Any) -> AnyTile:
+    values = dict(data)
+    tile = _KINDS[values.pop("kind")](**values)
+    if not all(isinstance(value, int) for value in astuple(tile)):
+        raise TypeError(f"a tile has a value that is not a number: {data}")
+    return tile
 
 
 class ExpertsShape(NamedTuple):
@@ -308,10 +336,8 @@ RANGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 Entries = dict[str, ExpertsPlan]
 """Measured plans by the `key_of` of their shapes."""
 
-_KINDS: dict[str, type[AnyTile]] = {
-    "loop": Tile, "mma": MmaTile, "integer": IntegerTile, "ring": RingTile
-}  # fmt: skip
-_measured: Entries = {}
+_used: Entries = {}
+"""Plans that this process uses. The first rank decides for all ranks."""
 
 
 def range_of(tokens: int) -> int | None:
@@ -334,77 +360,18 @@ def key_of(shape: ExpertsShape) -> str:
     return "/".join(parts)
 
 
+PLANS = Plans("experts", ExpertsPlan, key_of)
+"""Measured plans of experts."""
+
+
 @functools.lru_cache(maxsize=4096)
 def chosen_plan(shape: ExpertsShape) -> ExpertsPlan:
     """Returns the measured plan for a shape, or the plan by rules."""
-    found = _measured.get(key_of(shape)) if shape.format else None
+    found = _used.get(key_of(shape)) if shape.format else None
     return found or plan_for(shape)
 
 
 def use(entries: Mapping[str, ExpertsPlan]) -> None:
     """Adds measured plans to the choices of this process."""
-    _measured.update(entries)
+    _used.update(entries)
     chosen_plan.cache_clear()
-
-
-def dumps(entries: Mapping[str, ExpertsPlan]) -> str:
-    """Returns plans as JSON."""
-    plans = {key: _as_json(plan) for key, plan in sorted(entries.items())}
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(plan)}" for key, plan in plans.items())
-    return f'{{"entries": {{\n{lines}\n}}}}\n'
-
-
-def loads(text: str) -> Entries:
-    """Returns plans from JSON that `dumps` wrote.
-
-    Raises:
-        ValueError, KeyError, TypeError: the text is something else.
-    """
-    return {key: _from_json(plan) for key, plan in dict(json.loads(text)["entries"]).items()}
-
-
-def _as_json(plan: ExpertsPlan) -> dict[str, Any]:
-    tiles: dict[str, Any] = {}
-    for name, tile in (("up", plan.up), ("down", plan.down)):
-        kind = next(kind for kind, known in _KINDS.items() if type(tile) is known)
-        tiles[name] = {"kind": kind, **asdict(tile)}
-    return {"kernel": plan.kernel, **tiles, "expand": plan.expand}
-
-
-def _from_json(data: Any) -> ExpertsPlan:
-    if data["kernel"] not in ("gemv", "grouped"):
-        raise ValueError(f"unknown kernel {data['kernel']!r}")
-    up, down = _tile(data["up"]), _tile(data["down"])
-    return ExpertsPlan(data["kernel"], up, down, bool(data["expand"]))
-
-
-def _tile(data: Any) -> AnyTile:
-    values = dict(data)
-    tile = _KINDS[values.pop("kind")](**values)
-    if not all(isinstance(value, int) for value in astuple(tile)):
-        raise TypeError(f"a tile has a value that is not a number: {data}")
-    return tile
-
-
-def cache_path(card: str) -> Path:
-    """Returns the path of this user's measurements for a card, this Triton and these sources."""
-    return table_path("experts", card, sources_hash())
-
-
-def read(card: str) -> Entries:
-    """Returns the stored measurements of a card, or an empty dict without a valid file."""
-    try:
-        return loads(cache_path(card).read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def store(card: str, entries: Mapping[str, ExpertsPlan]) -> Path:
-    """Adds measurements to the file of a card, and returns its path.
-
-    Raises:
-        OSError: the cache directory cannot be written to.
-    """
-    path = cache_path(card)
-    write_whole(path, dumps({**read(card), **entries}))
-    return path

@@ -319,12 +319,14 @@ def route(
     first: int = 0,
     count: int | None = None,
     copies: ExpertCopies | None = None,
+    ids: Tensor | None = None,
     plan: RoutePlan | None = None,
 ) -> Routed:
     """See `reference.experts.route`. By default `plan` follows from the shape."""
     tokens, hidden = x.shape
     experts, top_k = len(weight), routing.top_k
-    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
+    if ids is None:
+        ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
     normed = x if norm is None else torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if not tokens:

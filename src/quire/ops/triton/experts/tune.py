@@ -23,6 +23,7 @@ from torch import Tensor
 from quire.ops.experts import ExpertWeights, Swiglu
 from quire.ops.triton.experts.experts import run_experts, shape_of
 from quire.ops.triton.experts.plan import (
+    PLANS,
     RANGES,
     AnyTile,
     Entries,
@@ -33,17 +34,12 @@ from quire.ops.triton.experts.plan import (
     Tile,
     key_of,
     plan_for,
-    read,
-    store,
 )
 from quire.ops.triton.launch import compiling
-from quire.ops.triton.products.table_file import graph_us
+from quire.ops.triton.products.measure import Measured, graph_us, preferred, search
 
 logger = logging.getLogger("quire.experts")
 
-GAIN = 0.98
-"""A plan replaces the best one so far only if it takes less than this fraction of its time. Smaller
-gains are noise."""
 SECONDS = 8.0
 """Time limit in seconds. Ranges that are not measured by then use the rules. Compilation does not
 count."""
@@ -83,6 +79,9 @@ _OTHERS: dict[tuple[str, str, type], tuple[AnyTile, ...]] = {
 }
 """Tiles to try in addition to those of the rules, by kernel and product. They are few, because each
 must be compiled."""
+
+
+Found = list[Measured[ExpertsPlan]]
 
 
 class TunedLayer(NamedTuple):
@@ -135,20 +134,14 @@ def best_plan(shape: ExpertsShape, us_of: Callable[[ExpertsPlan], float]) -> Exp
     Args:
         us_of: returns the time of a plan in µs, infinite for a plan that fails.
     """
-    times: dict[ExpertsPlan, float] = {}
-
-    def faster(best: ExpertsPlan, plans: Sequence[ExpertsPlan]) -> ExpertsPlan:
-        for plan in (best, *plans):
-            if plan not in times:
-                times[plan] = us_of(plan)
-            if times[plan] < GAIN * times[best]:
-                best = plan
-        return best
-
     first, *beside = whole_plans(shape)
-    best = faster(first, beside)
-    best = faster(best, other_tiles(best, "up"))
-    return faster(best, other_tiles(best, "down"))
+
+    def others(product: Literal["up", "down"]) -> Callable[[Found], list[ExpertsPlan]]:
+        return lambda found: other_tiles((preferred(found) or found[0]).plan, product)
+
+    stages = (lambda found: beside, others("up"), others("down"))
+    found = search(first, stages, lambda plan: Measured(plan, us_of(plan)))
+    return (preferred(found) or found[0]).plan
 
 
 class ExpertsTimer:
@@ -215,11 +208,11 @@ def known_or_measured(layers: Sequence[TunedLayer], most: int) -> Entries:
 
     They are read from the cache directory. Missing ones are measured and stored there."""
     card = torch.cuda.get_device_name(layers[0].up.weight.values.device)
-    known = read(card)
+    known = PLANS.entries(card)
     found, keys = tune(layers, most, known)
     if found:
         try:
-            store(card, found)
+            PLANS.keep(card, found)
         except OSError as error:
             logger.warning("experts: the measured plans could not be stored: %s", error)
     return {key: plan for key, plan in {**known, **found}.items() if key in keys}

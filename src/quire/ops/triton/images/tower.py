@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from quire.ops.reference import images as reference
 from quire.ops.triton.launch import launch, traits
@@ -58,6 +57,9 @@ def segment_attention(
     fits = qkv.dtype in _SHORT and q.shape[-1] % 8 == 0
     if not fits or traits(qkv.device).capability < (8, 0):
         return reference.segment_attention(qkv, starts, longest, reach)
+    # Imported here because it imports torch._dynamo, which takes more than a second at each start.
+    from torch.nn.attention.varlen import varlen_attn
+
     window = (-1, -1) if reach is None else (reach, reach)
     found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window)
     assert isinstance(found, Tensor)

@@ -140,6 +140,11 @@ class GemmPlan:
             key: v for key, v in asdict(self).items() if key not in default or v != default[key]
         }
 
+    @classmethod
+    def from_json(cls, data: Any) -> GemmPlan:
+        """See `plans.Plan`."""
+        return cls(**data)
+
 
 TORCH = GemmPlan("torch", norm="separate")
 

@@ -1,17 +1,11 @@
 """Chooses the kernel and the tile of a linear layer by a measured table of the card, or by rules.
 
-A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `tune.py` measures entries.
-`keep` adds them to the user's table, which overrides the table that ships for the card."""
+`tune.py` measures the entries of tables."""
 
 from __future__ import annotations
 
-import functools
 import importlib.resources
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources.abc import Traversable
-from pathlib import Path
 
 import torch
 import triton
@@ -33,7 +27,7 @@ from quire.ops.triton.products.plan import (
     norms_late,
     stored_bits,
 )
-from quire.ops.triton.products.table_file import slug, sources_hash, table_path, write_whole
+from quire.ops.triton.products.plans import Plans
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows in a table. A number between two of them uses the plan of the larger one."""
@@ -59,65 +53,10 @@ def key_of(shape: Shape) -> str:
     return "/".join(parts)
 
 
-@dataclass(slots=True)
-class GemmTable:
-    """Plans by the `key_of` of their shape, measured on one card with one version of Triton."""
-
-    card: str
-    triton: str = triton.__version__
-    entries: dict[str, GemmPlan] = field(default_factory=dict)
-
-    def dumps(self) -> str:
-        entries = {key: plan.as_json() for key, plan in sorted(self.entries.items())}
-        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(e)}" for key, e in entries.items())
-        head = f'"card": {json.dumps(self.card)},\n"triton": {json.dumps(self.triton)}'
-        return f'{{\n{head},\n"entries": {{\n{lines}\n}}\n}}\n'
-
-    @classmethod
-    def loads(cls, text: str) -> GemmTable:
-        """Returns the table in a text that `dumps` wrote.
-
-        Raises:
-            ValueError, KeyError, TypeError: the text is something else.
-        """
-        data = json.loads(text)
-        entries = {key: GemmPlan(**plan) for key, plan in data["entries"].items()}
-        return cls(str(data["card"]), str(data["triton"]), entries)
-
-
-def cache_path(card: str) -> Path:
-    """Returns the path of this user's table for a card, this Triton and these sources."""
-    return table_path("gemm", card, sources_hash())
-
-
-def keep(card: str, entries: Mapping[str, GemmPlan]) -> Path:
-    """Adds entries to the user's table of a card, all or none of them, and returns its path.
-
-    Raises:
-        OSError: the cache directory cannot be written to.
-    """
-    path = cache_path(card)
-    write_whole(path, GemmTable(card, entries={**_read(path), **entries}).dumps())
-    table_for.cache_clear()
-    return path
-
-
-def _read(source: Traversable) -> dict[str, GemmPlan]:
-    """Returns a file's entries, or an empty dict if it is missing or of another version."""
-    try:
-        return GemmTable.loads(source.read_text()).entries
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-@functools.cache
-def table_for(card: str) -> GemmTable:
-    """Returns the shipped table of a card with the entries of the user's table added.
-
-    Files are read in the first call. Without both files the table is empty."""
-    folder = importlib.resources.files("quire.ops.triton.products") / "gemm_tables"
-    shipped = _read(folder / f"{slug(card)}.json")
-    return GemmTable(card, entries={**shipped, **_read(cache_path(card))})
+PLANS = Plans(
+    "gemm", GemmPlan, key_of, importlib.resources.files("quire.ops.triton.products") / "gemm_tables"
+)
+"""Measured plans of linear layers."""
 
 
 @dataclass(slots=True)
@@ -375,7 +314,7 @@ def plan_for(shape: Shape, card: str, traits: DeviceTraits) -> GemmPlan:
     rows = bucket(shape.m)
     if rows is None:
         return TORCH
-    key, entries = key_of(shape), table_for(card).entries
+    key, entries = key_of(shape), PLANS.entries(card)
     if key not in entries and (behind_norm := key_of(shape._replace(norm=True))) in entries:
         # If the norm was fused with a sum over ranks, the layer gets x without a norm. A table may
         # have the same layer with the norm.

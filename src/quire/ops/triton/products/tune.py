@@ -11,8 +11,8 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from quire.ops.reference.quantized import LARGEST
 from quire.ops.triton import activation, norm
 from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.products import small
+from quire.ops.triton.products.measure import Measured, by_time, graph_us, search
 from quire.ops.triton.products.plan import (
     INTEGER_BYTES,
     INTEGER_INPUTS,
@@ -44,7 +45,6 @@ from quire.ops.triton.products.plan import (
 from quire.ops.triton.products.quantized_tiles import dequantize
 from quire.ops.triton.products.skinny import Workspace
 from quire.ops.triton.products.table import bucket, heuristic, key_of
-from quire.ops.triton.products.table_file import graph_us
 from quire.ops.weight import Weight
 
 logger = logging.getLogger("quire.tables")
@@ -55,9 +55,6 @@ COLD_BYTES = 256 << 20
 60 MB."""
 TOLERANCE = 2e-2
 """Limit for the relative error of a bf16 result against float64."""
-GAIN = 0.98
-"""A plan replaces the plan by rules only if it takes less than this fraction of its time. Smaller
-gains are noise."""
 _MOST_INPUTS = 1 << 16
 """The most inputs of a layer with a norm."""
 _REFERENCE_BYTES = 64 << 20
@@ -88,21 +85,6 @@ _SKINNY = {
     ),
     128: ((64, 64, 4, 4, False), (128, 64, 8, 3, False)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The time of a plan.
-
-    Attributes:
-        plan: the plan.
-        us: time per launch in µs, infinite if the plan fails.
-        error: the reason for which the plan fails, or "".
-    """
-
-    plan: GemmPlan
-    us: float
-    error: str = ""
 
 
 def torch_linear(args: LinearArgs) -> Tensor:
@@ -374,13 +356,13 @@ class Tuner:
             y = torch.nn.functional.silu(gate) * up
         return y if args.residual is None else y + args.residual.float()
 
-    def measure(self, shape: Shape, plan: GemmPlan, expected: Tensor) -> Measured:
+    def measure(self, shape: Shape, plan: GemmPlan, expected: Tensor) -> Measured[GemmPlan]:
         """Compares a plan's result with `expected`, then times it. Catches all failures."""
         with compiling(1):
             self._compile(shape, plan)
         return self._turn(lambda: self._measured(shape, plan, expected))
 
-    def _measured(self, shape: Shape, plan: GemmPlan, expected: Tensor) -> Measured:
+    def _measured(self, shape: Shape, plan: GemmPlan, expected: Tensor) -> Measured[GemmPlan]:
         out = torch.full_like(expected, math.nan, dtype=shape.dtype)
         try:
             got = self.call(self.layer(shape), plan, out).float()
@@ -394,22 +376,28 @@ class Tuner:
         except Exception as error:  # A compiler or driver may raise anything for a bad tile.
             return Measured(plan, math.inf, f"{type(error).__name__}: {str(error)[:120]}")
 
-    def tune_shape(self, shape: Shape) -> list[Measured]:
+    def tune_shape(self, shape: Shape) -> list[Measured[GemmPlan]]:
         """Returns the measurements of every plan tried for a shape: the plan by rules first, then
         the others by time."""
         expected = self.reference(shape)
-        first, *others = dict.fromkeys([*self.plans(shape), TORCH])
-        rules = self.measure(shape, first, expected)
-        found = [rules, *(self.measure(shape, plan, expected) for plan in others)]
-        for norms in (True, False):
-            found.sort(key=lambda measured: measured.us)
-            ours = [m.plan for m in found if m.plan.kernel != "torch" and not m.error]
-            for plan in ours[: 2 if norms else 1]:
-                more = refinements(plan, shape, norms=norms)
-                tried = {measured.plan for measured in found}
-                found += [self.measure(shape, p, expected) for p in more if p not in tried]
-        found.remove(rules)
-        return [rules, *sorted(found, key=lambda measured: measured.us)]
+        rules, *others = self.plans(shape)
+
+        def ours(found: list[Measured[GemmPlan]]) -> list[GemmPlan]:
+            plans = [each.plan for each in by_time(found) if not each.error]
+            return [plan for plan in plans if plan.kernel != "torch"]
+
+        def with_norms(found: list[Measured[GemmPlan]]) -> Iterator[GemmPlan]:
+            for plan in ours(found)[:2]:
+                yield from refinements(plan, shape, norms=True)
+
+        def with_prefetch(found: list[Measured[GemmPlan]]) -> Iterator[GemmPlan]:
+            for plan in ours(found)[:1]:
+                yield from refinements(plan, shape, norms=False)
+
+        return search(
+            rules, (lambda found: [*others, TORCH], with_norms, with_prefetch),
+            lambda plan: self.measure(shape, plan, expected),
+        )  # fmt: skip
 
 
 def _product(x: Tensor, weight: Weight, first: int, rows: int) -> Tensor:
@@ -419,19 +407,9 @@ def _product(x: Tensor, weight: Weight, first: int, rows: int) -> Tensor:
     return (x @ wide.double().T).float()
 
 
-def preferred(found: Sequence[Measured]) -> Measured | None:
-    """Returns the fastest of a shape's measurements, or None if no plan could be timed.
-
-    The first measurement is the plan by rules, which is kept unless another is fast enough."""
-    rules, *others = found
-    best = min(others, key=lambda measured: measured.us, default=rules)
-    best = best if best.us < GAIN * rules.us else rules
-    return None if best.error else best
-
-
 def tune(
     tuner: Tuner, shapes: Iterable[Shape], workers: int
-) -> Iterator[tuple[Shape, list[Measured]]]:
+) -> Iterator[tuple[Shape, list[Measured[GemmPlan]]]]:
     """Yields each shape once with its measurements (see `Tuner.tune_shape`), in order of rows.
 
     The kernels for equal numbers of rows are compiled first, on `workers` threads. A shape that

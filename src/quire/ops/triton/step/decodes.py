@@ -109,6 +109,7 @@ def expand_decodes(
     *,
     max_seq_len: int,
     attention: AttentionHeads,
+    even: bool | None = None,
 ) -> DecodeInputs:
     """See `ops.expand_decodes`."""
     count, device = len(rows.lanes), rows.device
@@ -121,7 +122,7 @@ def expand_decodes(
     ids, positions, seq_lens = empty(count), empty(count), empty(count)
     slots, rows_table = empty(count, dtype=torch.int64), empty(count, blocks)
     embedded = empty(count, width, dtype=weight.dtype)
-    cuts = short_cuts(count, attention, 1, traits(device))
+    cuts = short_cuts(count, attention, 1, traits(device), even=even)
     schedule = empty_schedule(count, cuts, device)
     pdl, logits = traits(device).pdl, len(logit_rows.lanes)
     grid = (

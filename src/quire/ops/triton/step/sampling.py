@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.ops.rows import LogitRows
+from quire.ops.rows import LogitRows, ProcessedLogits
 from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.step.sampling_kernels import SUB, logprob_rows, logprob_tiles, pick, scan
 
@@ -35,6 +35,7 @@ def sample(
     seed: Tensor,
     sample_index: Tensor,
     truncate_rows: bool = True,
+    cuts: Tensor | None = None,
     cap: int = _CAP,
 ) -> Tensor:
     """See `ops.sample`. A row with truncation sorts at most `cap` entries, a power of two."""
@@ -71,8 +72,8 @@ def sample(
         **options(pdl, num_warps=4),
     )  # fmt: skip
     launch(pick, (rows,))(
-        logits, *columns, best, entry, peaks, sums, stretch, found, tokens, vocab, *strides, _DRAW,
-        tiles, subs, TILES_PAD=triton.next_power_of_2(tiles),
+        logits, *columns, best, entry, peaks, sums, stretch, found, tokens, cuts, vocab, *strides,
+        _DRAW, tiles, subs, TILES_PAD=triton.next_power_of_2(tiles),
         SUBS_PAD=triton.next_power_of_2(subs), CAP=cap, AT_ONCE=16, **shared,
         **options(pdl, num_warps=8 if truncate_rows else 1),
     )  # fmt: skip
@@ -109,7 +110,12 @@ def scan_rows(
 
 
 def token_logprobs(
-    logits: Tensor, rows: LogitRows, tokens: Tensor, wanted: Tensor, out: Tensor
+    logits: Tensor,
+    rows: LogitRows,
+    tokens: Tensor,
+    wanted: Tensor,
+    out: Tensor,
+    processed: ProcessedLogits | None = None,
 ) -> None:
     """See `ops.token_logprobs`."""
     count, vocab = logits.shape
@@ -122,14 +128,22 @@ def token_logprobs(
     above = torch.empty((count, tiles), dtype=torch.int32, device=device)
     stretch = torch.empty((count, subs), dtype=torch.int32, device=device)
     found = torch.empty((count, _LIKELY), dtype=torch.int64, device=device)
+    # The kernels of rows without modes do not have these arguments.
+    modes: tuple[Tensor | None, ...] = (None,) * 5
+    sizes: Tensor | None = None
+    strides: tuple[int | None, ...] = (None, None)
+    if processed is not None:
+        modes = (*processed[:4], torch.empty_like(above))
+        sizes = processed.sizes
+        strides = processed.logits.stride(0), processed.temperature.stride(0)
     pdl = traits(device).pdl
     launch(logprob_tiles, (count, tiles))(
-        logits, rows.lanes, tokens, wanted, peaks, sums, above, vocab, logits.stride(0),
-        TILE=_TILE, PDL=pdl, **options(pdl, num_warps=4),
+        logits, rows.lanes, tokens, wanted, peaks, sums, above, *modes, vocab, logits.stride(0),
+        *strides, TILE=_TILE, PDL=pdl, **options(pdl, num_warps=4),
     )  # fmt: skip
     launch(logprob_rows, (count,))(
         logits, rows.lanes, rows.lengths, tokens, wanted, peaks, sums, above, stretch, found, out,
-        vocab, logits.stride(0), out.stride(0), (out.shape[1] - 2) // 2, tiles, subs,
-        TILES_PAD=triton.next_power_of_2(tiles), SUBS_PAD=triton.next_power_of_2(subs),
+        *modes, sizes, vocab, logits.stride(0), *strides, out.stride(0), (out.shape[1] - 2) // 2,
+        tiles, subs, TILES_PAD=triton.next_power_of_2(tiles), SUBS_PAD=triton.next_power_of_2(subs),
         TILE=_TILE, CAP=_LIKELY, AT_ONCE=8, PDL=pdl, **options(pdl, num_warps=8),
     )  # fmt: skip

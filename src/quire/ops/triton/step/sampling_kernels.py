@@ -110,7 +110,8 @@ def _pick_by_scan(
     logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample, draw, low_seed,
     high_seed, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Draws a token of a row that has too many likely entries to collect.
+    """Draws a token of a row that has too many likely entries to collect. Returns it, and the
+    lowest kept value.
 
     It bisects thresholds, and reads the row once for each. All entries tied at a threshold are
     kept."""
@@ -150,7 +151,7 @@ def _pick_by_scan(
         place = tl.min(tl.where(score == here, at, INT_MAX), 0)
         token = tl.where(here > best, place, token)
         best = tl.maximum(here, best)
-    return token
+    return token, bound
 
 
 @triton.jit
@@ -204,7 +205,8 @@ def _pick_cut(
     TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     AT_ONCE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Draws the token of a row with truncation.
+    """Draws the token of a row with truncation. Returns it, the lowest kept value, and the last
+    kept entry of that value.
 
     It collects the likely entries, sorts them, truncates them, and draws from the rest."""
     subs = tl.arange(0, SUBS_PAD)
@@ -237,6 +239,8 @@ def _pick_cut(
         settled = only_top_p & (whole >= top_p * everything)
         whole = everything
     winner = 0
+    low = float("-inf")
+    last = INT_MAX
     if settled & (count <= CAP):
         before = tl.cumsum(mass, 0) - mass
         reach = tl.where(top_p < 1.0, top_p * whole, float("inf"))
@@ -245,13 +249,17 @@ def _pick_cut(
         noise = gumbel_at(entry, position, sample, draw, low_seed, high_seed, FAST)
         score = tl.where(kept, x + noise, float("-inf"))
         winner = tl.min(tl.where(score == tl.max(score, 0), entry, INT_MAX), 0)
+        # The kept entries are the first ones of the sorted entries.
+        ends = rank == tl.sum(kept.to(tl.int32), 0) - 1
+        low = tl.sum(tl.where(ends, x, 0.0), 0)
+        last = tl.sum(tl.where(ends, entry, 0), 0)
     else:
         lowest = tl.maximum(floor, -3.0e38)
-        winner = _pick_by_scan(
+        winner, low = _pick_by_scan(
             logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample, draw,
             low_seed, high_seed, AT_ONCE * SUB, FAST,
         )  # fmt: skip
-    return winner
+    return winner, low, last
 
 
 @triton.jit
@@ -265,14 +273,21 @@ def best_entry(best, entries, num_tiles, TILES_PAD: tl.constexpr):
 
 
 @triton.jit
+def _store_cut(cuts, row, low, last):
+    tl.store((cuts + 2 * row).to(tl.pointer_type(tl.float32)), low)
+    tl.store(cuts + 2 * row + 1, last)
+
+
+@triton.jit
 def pick(
     logits_ptr, lanes_ptr, position_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
-    sample_ptr, best_ptr, entry_ptr, peaks_ptr, sums_ptr, stretch_ptr, found_ptr, tokens_ptr, vocab,
-    logits_stride, float_stride, int_stride, draw, num_tiles, num_subs,
+    sample_ptr, best_ptr, entry_ptr, peaks_ptr, sums_ptr, stretch_ptr, found_ptr, tokens_ptr,
+    cuts_ptr, vocab, logits_stride, float_stride, int_stride, draw, num_tiles, num_subs,
     TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     AT_ONCE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Picks the token of a row. Grid: (rows). Rows without truncation take the scan's best."""
+    """Picks the token of a row. Grid: (rows). Rows without truncation take the scan's best. Unless
+    `cuts_ptr` is None, it stores the cut of every row."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -296,9 +311,11 @@ def pick(
         best = tl.load(best_ptr + row * num_tiles + tiles, mask=real, other=float("-inf"))
         winner = tl.min(tl.where(best == tl.max(best, 0), entry, INT_MAX), 0)
         tl.store(tokens_ptr + row, winner)
+        if cuts_ptr is not None:
+            _store_cut(cuts_ptr, row, float("-inf"), INT_MAX)
     if TRUNCATE:
         if cut & (not broken):
-            winner = _pick_cut(
+            winner, low, last = _pick_cut(
                 logits_ptr + row * logits_stride, vocab, temperature, top_k, top_p, min_p,
                 peaks_ptr + row * num_subs, sums_ptr + row * num_tiles,
                 stretch_ptr + row * num_subs, found_ptr + row * CAP, num_tiles, num_subs,
@@ -307,17 +324,46 @@ def pick(
                 TILES_PAD, SUBS_PAD, TILE, CAP, AT_ONCE, FAST,
             )  # fmt: skip
             tl.store(tokens_ptr + row, winner)
+            if cuts_ptr is not None:
+                _store_cut(cuts_ptr, row, low, last)
+
+
+@triton.jit
+def _is_kept(x, entry, low, last):
+    return (x > low) | ((x == low) & (entry <= last))
+
+
+@triton.jit
+def _distribution(
+    logits, processed_ptr, modes_ptr, temperature_ptr, cuts_ptr, row, lane, processed_stride,
+    float_stride,
+):  # fmt: skip
+    """Returns the logits of a row's mode, their temperature, and the cut of the mode: the lowest
+    kept value, and the last kept entry of that value. See `ProcessedLogits`."""
+    temperature = 1.0
+    low = float("-inf")
+    last = INT_MAX
+    if tl.load(modes_ptr + lane) & 1:
+        logits = processed_ptr + row * processed_stride
+        given = tl.load(temperature_ptr + lane * float_stride)
+        if given > 0.0:
+            temperature = given
+            low = tl.load((cuts_ptr + 2 * row).to(tl.pointer_type(tl.float32)))
+            last = tl.load(cuts_ptr + 2 * row + 1)
+    return logits, temperature, low, last
 
 
 @triton.jit
 def logprob_tiles(
-    logits_ptr, lanes_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr, vocab,
-    logits_stride, TILE: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, lanes_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr, processed_ptr,
+    modes_ptr, temperature_ptr, cuts_ptr, kept_ptr, vocab, logits_stride, processed_stride,
+    float_stride, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scans a tile of a row that asks for log-probabilities. Grid: (rows, tiles).
 
     It stores the maximum of every `SUB` entries. For the tile it stores the sum of probabilities
-    relative to the tile's maximum, and the number of entries above the row's token."""
+    relative to the tile's maximum, and the number of entries above the row's token. Unless
+    `processed_ptr` is None, rows have modes, and it also stores the number of kept entries."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -330,8 +376,17 @@ def logprob_tiles(
     token = tl.maximum(tl.load(tokens_ptr + row), 0)
     entry = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row_at = logits_ptr + row * logits_stride
+    if processed_ptr is not None:
+        row_at, temperature, low, last = _distribution(
+            row_at, processed_ptr, modes_ptr, temperature_ptr, cuts_ptr, row, lane,
+            processed_stride, float_stride,
+        )  # fmt: skip
     x = tl.load(row_at + entry, mask=entry < vocab, other=float("-inf")).to(tl.float32)
     own = tl.load(row_at + token).to(tl.float32)
+    if processed_ptr is not None:
+        x = x / temperature
+        own = own / temperature
+        x = tl.where(_is_kept(x, entry, low, last), x, float("-inf"))
     subs: tl.constexpr = TILE // SUB
     peaks = tl.max(tl.reshape(x, [subs, SUB]), 1)
     peak = tl.max(peaks, 0)
@@ -340,18 +395,22 @@ def logprob_tiles(
     tl.store(peaks_ptr + out * subs + tl.arange(0, subs), peaks)
     tl.store(sums_ptr + out, tl.sum(tl.exp(x - base), 0))
     tl.store(above_ptr + out, tl.sum((x > own).to(tl.int32), 0))
+    if processed_ptr is not None:
+        tl.store(kept_ptr + out, tl.sum((x > float("-inf")).to(tl.int32), 0))
 
 
 @triton.jit
-def _next_likely(logits, vocab, value, entry, BLOCK: tl.constexpr):
+def _next_likely(logits, vocab, value, entry, temperature, BLOCK: tl.constexpr):
     """Returns the value and the index of the row's likeliest entry after (value, entry).
 
-    Ties are ordered by index."""
+    Ties are ordered by index. A temperature of None is 1."""
     best = float("-inf")
     place = INT_MAX
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        if temperature is not None:
+            x = x / temperature
         behind = (at < vocab) & ((x < value) | ((x == value) & (at > entry)))
         x = tl.where(behind, x, float("-inf"))
         here = tl.max(x, 0)
@@ -365,14 +424,16 @@ def _next_likely(logits, vocab, value, entry, BLOCK: tl.constexpr):
 @triton.jit
 def logprob_rows(
     logits_ptr, lanes_ptr, lengths_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr,
-    stretch_ptr, found_ptr, out_ptr, vocab, logits_stride, out_stride, slots, num_tiles, num_subs,
+    stretch_ptr, found_ptr, out_ptr, processed_ptr, modes_ptr, temperature_ptr, cuts_ptr, kept_ptr,
+    sizes_ptr, vocab, logits_stride, processed_stride, float_stride, out_stride, slots, num_tiles,
+    num_subs,
     TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes the log-probabilities of a row. Grid: (rows).
 
     It adds the tiles' sums (online log-sum-exp, Milakov & Gimelshein, 2018), then collects and
-    sorts the likeliest entries."""
+    sorts the likeliest entries. Unless `processed_ptr` is None, rows have modes."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -393,12 +454,30 @@ def logprob_rows(
                         TILES_PAD, TILE)  # fmt: skip
     norm = peak + tl.log(whole)
     token = tl.maximum(tl.load(tokens_ptr + row), 0)
+    if processed_ptr is not None:
+        logits, scale, low, last = _distribution(
+            logits, processed_ptr, modes_ptr, temperature_ptr, cuts_ptr, row, lane,
+            processed_stride, float_stride,
+        )  # fmt: skip
+    else:
+        scale = 1.0
     own = tl.load(logits + token).to(tl.float32)
     tiles = tl.arange(0, TILES_PAD)
     above = tl.load(above_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
     line = out_ptr + row * out_stride
     ids = line + 2
     values = (line + 2 + slots).to(tl.pointer_type(tl.float32))
+    if processed_ptr is not None:
+        kept = tl.load(kept_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
+        size = tl.sum(kept, 0)
+        tl.store(sizes_ptr + row, size)
+        # Entries past the kept ones have no id. The caller has asked for them all the same.
+        tl.store(ids + 1 + tl.arange(0, CAP), -1, mask=tl.arange(0, CAP) < wanted)
+        wanted = tl.minimum(wanted, size)
+        if tl.load(modes_ptr + lane) & 2:
+            norm = 0.0
+        own = own / scale
+        own = tl.where(_is_kept(own, token, low, last), own, float("-inf"))
     tl.store(line, tl.load(lengths_ptr + row))
     tl.store(line + 1, tl.sum(above, 0) + 1)
     tl.store(ids, token)
@@ -407,10 +486,13 @@ def logprob_rows(
         bound = float("-inf")
         if wanted <= num_subs:
             bound = _value(_likeliest(_ordered(peaks), wanted))
+        if processed_ptr is not None:
+            # Fewer stretches than wanted may have kept entries.
+            bound = tl.maximum(bound, low)
         hit = (peaks >= bound) & (subs < num_subs)
         found = found_ptr + row * CAP
         count = _collect(
-            logits, vocab, 1.0, bound, hit, stretch_ptr + row * num_subs, found, SUBS_PAD, CAP,
+            logits, vocab, scale, bound, hit, stretch_ptr + row * num_subs, found, SUBS_PAD, CAP,
             AT_ONCE,
         )  # fmt: skip
         if count <= CAP:
@@ -426,6 +508,8 @@ def logprob_rows(
             value = float("inf")
             place = -1
             for i in range(0, wanted):
-                value, place = _next_likely(logits, vocab, value, place, 1024)
+                value, place = _next_likely(
+                    logits, vocab, value, place, scale if processed_ptr is not None else None, 1024
+                )
                 tl.store(ids + 1 + i, place)
                 tl.store(values + 1 + i, value - norm)

@@ -99,7 +99,7 @@ class Watcher:
         self._frames = frames
         self._first: Snapshot | None = None
         self._sent: dict[str, bytes] = {}
-        self._cells: list[Int32] = []
+        self._cells: list[tuple[int, Int32]] = []
         self._last = 0.0
         self._open = False
 
@@ -177,12 +177,12 @@ class Watcher:
 
     def _pools(self, pools: list[Pool]) -> list[dict[str, Any]]:
         """Returns the pools that have changed, with their changed cells."""
-        old, self._cells = self._cells, [_cells(pool) for pool in pools]
+        old, self._cells = self._cells, [(pool.per_cell, _cells(pool)) for pool in pools]
         out = []
-        for index, (pool, cells) in enumerate(zip(pools, self._cells, strict=True)):
+        for index, (pool, (per_cell, cells)) in enumerate(zip(pools, self._cells, strict=True)):
             changed = np.ones(cells.shape[1], dtype=bool)
-            if index < len(old) and old[index].shape == cells.shape:
-                changed = (old[index] != cells).any(0)
+            if index < len(old) and (old[index][0], old[index][1].shape) == (per_cell, cells.shape):
+                changed = (old[index][1] != cells).any(0)
             if changed.any():
                 out.append(
                     {

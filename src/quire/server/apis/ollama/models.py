@@ -152,6 +152,8 @@ def _names(request: Request, state: ServerState) -> list[str]:
 
 def _capabilities(state: ServerState) -> list[str]:
     found = ["completion"]
+    if state.client.config.images:
+        found.append("vision")
     if state.chat_format.tool_parser is not None:
         found.append("tools")
     if state.chat_format.reasoning is not None:

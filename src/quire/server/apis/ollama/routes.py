@@ -45,7 +45,7 @@ from quire.server.apis.scoring.vectors import VectorFields, usage_of, vectors_of
 from quire.server.chat.choice_parser import plain_events
 from quire.server.chat.dialogue import ChatEvent
 from quire.server.chat.generation import ChatGeneration, prepare
-from quire.server.chat.text import CompletionUsage, Prompt, TextGeneration, check_structured
+from quire.server.chat.text import CompletionUsage, Prompt, TextGeneration
 from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError, blame_field, rename_fields
 from quire.server.http.bodies import Model, read_any_body
@@ -91,7 +91,7 @@ async def chat(request: Request) -> Response:
         began=began,
         top_logprobs=dialogue.params.logprobs,
     )
-    with blame_field("messages"):
+    with rename_fields(NAMES), blame_field("messages"):
         return await _answer(request, state, reply, writer, body.stream is not False)
 
 
@@ -122,7 +122,8 @@ async def generate(request: Request) -> Response:
         prompt_ids=prompt_ids,
         top_logprobs=params.logprobs,
     )
-    return await _answer(request, state, reply, writer, body.stream is not False)
+    with rename_fields(NAMES):
+        return await _answer(request, state, reply, writer, body.stream is not False)
 
 
 class PlainGeneration:
@@ -149,7 +150,6 @@ async def _plain(
 ) -> PlainGeneration:
     """Returns the generation of a raw prompt, or of the text before a suffix."""
     params, context, prompt = params_of(state, body), context_of(request), body.prompt
-    await check_structured(state, params, "structured_outputs")
     inputs: list[Prompt] = [prompt]
     if body.suffix:
         suffix, tokenizer = body.suffix, state.tokenizer("suffix")

@@ -26,6 +26,7 @@ from quire.server.apis.openai.convert import (
 )
 from quire.server.apis.openai.logprobs import (
     are_many,
+    array_entries,
     chat_logprobs,
     encoded,
     entries_in,
@@ -47,6 +48,8 @@ from quire.server.apis.openai.objects import (
     MessageToolCall,
     TokensOfVersion,
     ToolCallChunk,
+    routed_experts_of,
+    sampling_info_of,
     versions_of,
 )
 from quire.server.apis.openai.protocol import ChatRequest
@@ -146,7 +149,9 @@ async def chat_completions(request: Request) -> Response:
         check_store(request)
     dialogue = _dialogue(state, body)
     names = {"structured_outputs": structured_field(body)}
-    with rename_fields(names | chat.ERROR_NAMES if body.functions else names):
+    if body.functions:
+        names |= chat.ERROR_NAMES
+    with rename_fields(names):
         reply = await prepare(state, dialogue, context_of(request))
     check_prompt_logprobs(len(reply.prompt_token_ids), reply.params, 1, "prompt_logprobs")
     model = context_of(request).model or state.model_name
@@ -158,10 +163,11 @@ async def chat_completions(request: Request) -> Response:
             stored = StoredChat(envelope, messages, owner_of(request))
             chat_store(request).add(stored)
 
-    with blame_field("messages"):
+    with rename_fields(names), blame_field("messages"):
         if not body.stream:
             answers = await unless_disconnected(request.receive, reply.whole())
             size = entries_in(reply.prompt_logprobs or ()) + _size(answers)
+            size += sum(array_entries(reply.last_update(each.choice)) for each in answers)
             envelope = await formatted(size, lambda: writer.answer(answers))
             keep(envelope)
             return json_response(envelope)
@@ -323,6 +329,7 @@ class ChatWriter:
             if self.body.return_token_ids:
                 choice.token_ids = answer.token_ids
             choice.weight_versions = self._versions(answer.choice)
+            self._add_rollout(choice)
             choices.append(choice)
         envelope = self._envelope("chat.completion", choices, self.reply.usage)
         if self.body.metadata is not None:
@@ -360,6 +367,7 @@ class ChatWriter:
             if event.stop_reason is not None:
                 choice.stop_reason = event.stop_reason
             choice.weight_versions = self._versions(event.choice)
+            self._add_rollout(choice)
             return choice
         choice = ChatChunkChoice(event.choice, _delta(event), self._logprobs(event), None)
         if self.body.functions:
@@ -371,6 +379,12 @@ class ChatWriter:
     def _versions(self, choice: int) -> list[TokensOfVersion] | UnsetType:
         runs = self.reply.versions(choice)
         return versions_of(runs, always=bool(self.body.return_token_ids))
+
+    def _add_rollout(self, choice: ChatChoice | ChatChunkChoice) -> None:
+        """Adds the arrays about all tokens of a choice that has ended."""
+        last = self.reply.last_update(choice.index)
+        choice.sampling_info = sampling_info_of(last)
+        choice.routed_experts = routed_experts_of(last)
 
     def _envelope(self, kind: str, choices: Any, usage: Any) -> CompletionObject[Any]:
         tier = self.body.service_tier

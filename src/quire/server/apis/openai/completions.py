@@ -29,6 +29,7 @@ from quire.server.apis.openai.fim import infill
 from quire.server.apis.openai.logprobs import (
     CompletionLogprobWriter,
     are_many,
+    array_entries,
     entries_in,
     formatted,
     joined,
@@ -40,13 +41,15 @@ from quire.server.apis.openai.objects import (
     CompletionObject,
     GenerateAnswer,
     PromptLogprobs,
+    routed_experts_of,
+    sampling_info_of,
     versions_of,
 )
 from quire.server.apis.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.apis.openai.structured import structured_field
 from quire.server.apis.openai.vocabulary import prompt_room, prompt_tokens
 from quire.server.chat.beams import BeamGeneration
-from quire.server.chat.text import ChoiceText, Prompt, TextGeneration, check_structured, collect
+from quire.server.chat.text import ChoiceText, Prompt, TextGeneration, collect
 from quire.server.context.request_context import RequestContext, context_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
@@ -74,7 +77,6 @@ async def completions(request: Request) -> Response:
     check_fan_out(len(prompts), max(body.n or 1, body.best_of or 1, body.beam_width or 1))
     _check(state, body, prompts)
     params = _params(state, body)
-    await check_structured(state, params, structured_field(body))
     most = state.client.config.scheduler.max_model_len
     if body.logprobs is not None:
         check_logprobs(params, len(prompts), most, "logprobs")
@@ -95,6 +97,7 @@ async def completions(request: Request) -> Response:
         request_id=new_id("cmpl"),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        grammar_field=structured_field(body),
     )
     writer = CompletionWriter(state, body, prompts, generation)
     if not body.stream:
@@ -212,6 +215,16 @@ def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -
             "'return_tokens_as_token_ids' needs 'logprobs'.",
             param="return_tokens_as_token_ids",
         )
+    mode = body.logprobs_mode or "auto"
+    if _ranks(body) and (state.client.config.args.logprobs_mode if mode == "auto" else mode) in (
+        "raw_logits",
+        "processed_logits",
+    ):
+        raise ApiError(
+            400,
+            "'best_of' ranks completions by log-probabilities, but 'logprobs_mode' gives logits.",
+            param="best_of",
+        )
     check_streaming(body)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(
@@ -288,10 +301,11 @@ class CompletionWriter:
         )
 
     def size(self, pieces: list[ChoiceText]) -> int:
-        """Returns the log-probabilities that the pieces are written with."""
+        """Returns the number of values that the pieces are written with, besides text."""
         indices = {p.choice // self.n for p in pieces if p.choice not in self.begun}
         prompts = [self.generation.prompts[index].logprobs or () for index in indices]
-        return sum(map(entries_in, [*prompts, *(piece.logprobs for piece in pieces)]))
+        logprobs = sum(map(entries_in, [*prompts, *(piece.logprobs for piece in pieces)]))
+        return logprobs + sum(array_entries(piece.last) for piece in pieces)
 
     def answer(self, pieces: list[ChoiceText]) -> CompletionObject[CompletionChoice]:
         return self.envelope([self.choice(piece) for piece in pieces], usage=self.usage)
@@ -321,6 +335,9 @@ class CompletionWriter:
         always = bool(self.body.return_token_ids)
         runs = [] if self.body.max_tokens == 0 else piece.versions
         choice.weight_versions = versions_of(runs, always=always)
+        shown = 0 if self.body.max_tokens == 0 else None
+        choice.sampling_info = sampling_info_of(piece.last, shown)
+        choice.routed_experts = routed_experts_of(piece.last)
         if self.with_prompt_logprobs and info.logprobs is not None:
             index = piece.choice // self.n
             if index not in self.prompt_logprobs:
@@ -379,13 +396,19 @@ async def generate(request: Request) -> Response:
         raise ApiError(
             400, "'prompt_logprobs' is not available in /generate.", param="prompt_logprobs"
         )
+    for name in ("return_sampling_info", "return_routed_experts"):
+        if body.stream and getattr(body, name):
+            raise ApiError(
+                400,
+                f"'{name}' is not available in /generate with stream=true, which sends bare text.",
+                param=name,
+            )
     params = sampling_params(
         body,
         state,
         max_tokens=body.max_tokens,
         detokenize=state.client.tokenizer is not None,
     )
-    await check_structured(state, params, structured_field(body))
     context = context_of(request)
     inputs = await _inputs(state, body, prompts)
     charge(state, context, inputs, params, params.n)
@@ -397,13 +420,22 @@ async def generate(request: Request) -> Response:
         request_id=new_id("gen"),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        grammar_field=structured_field(body),
     )
     if not body.stream:
         (piece,) = await unless_disconnected(request.receive, collect(generation))
         ids = piece.token_ids if body.return_token_ids else UNSET
         versions = versions_of(piece.versions, always=bool(body.return_token_ids))
         return json_response(
-            GenerateAnswer(piece.text, piece.finish_reason, generation.usage, ids, versions)
+            GenerateAnswer(
+                piece.text,
+                piece.finish_reason,
+                generation.usage,
+                ids,
+                versions,
+                sampling_info_of(piece.last),
+                routed_experts_of(piece.last),
+            )
         )
     await start_stream(request, generation)
     return EventStream(

@@ -23,6 +23,7 @@ from quire.server.apis.openai.objects import (
 )
 
 if TYPE_CHECKING:
+    from quire.engine.loop.output import CompletionUpdate
     from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -46,6 +47,14 @@ def _finite(value: float) -> float:
 def entries_in(entries: Sequence[Entry]) -> int:
     """Returns the number of log-probabilities of all tokens."""
     return sum(len(entry) for entry in entries if entry is not None)
+
+
+def array_entries(last: CompletionUpdate | None) -> int:
+    """Returns the number of values that a choice's last update adds to its answer."""
+    if last is None:
+        return 0
+    sampled = 0 if last.sampling_info is None else 3 * len(last.token_ids)
+    return sampled + (0 if last.routed_experts is None else last.routed_experts.size // 8)
 
 
 def are_many(count: int) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.engine.loop.output import CompletionUpdate
 from quire.outputs import VersionRun
 from quire.server.chat.text import CompletionUsage
 
@@ -55,6 +57,49 @@ def versions_of(runs: Sequence[VersionRun], *, always: bool) -> list[TokensOfVer
     return found
 
 
+class SamplingInfoLists(msgspec.Struct):
+    """Numbers about the draws of a choice's tokens, as parallel lists.
+
+    The fields are those of `quire.outputs.SamplingInfo`.
+    """
+
+    raw_logprobs: list[float]
+    processed_logprobs: list[float]
+    mask_sizes: list[int]
+
+
+class EncodedArray(msgspec.Struct):
+    """An array. data: its little-endian values in row-major order, in base64."""
+
+    dtype: str
+    shape: list[int]
+    data: str
+
+
+def sampling_info_of(
+    last: CompletionUpdate | None, count: int | None = None
+) -> SamplingInfoLists | UnsetType:
+    """Returns how a choice's tokens were drawn, if its request asks for it and it has ended.
+
+    Args:
+        count: how many of the tokens are shown; None: all.
+    """
+    if last is None or last.sampling_info is None:
+        return UNSET
+    info = last.sampling_info
+    columns = info.raw_logprobs, info.processed_logprobs, info.mask_sizes
+    return SamplingInfoLists(*(column[:count].tolist() for column in columns))
+
+
+def routed_experts_of(last: CompletionUpdate | None) -> EncodedArray | UnsetType:
+    """Returns the experts of a choice's tokens, if its request asks for them and it has ended."""
+    if last is None or last.routed_experts is None:
+        return UNSET
+    array = last.routed_experts
+    data = base64.b64encode(array.astype("<i2").tobytes()).decode()
+    return EncodedArray("int16", list(array.shape), data)
+
+
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
@@ -65,6 +110,8 @@ class CompletionChoice(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     weight_versions: list[TokensOfVersion] | UnsetType = UNSET
+    sampling_info: SamplingInfoLists | UnsetType = UNSET
+    routed_experts: EncodedArray | UnsetType = UNSET
 
 
 class ChatTopLogprob(msgspec.Struct):
@@ -162,6 +209,8 @@ class ChatChoice(msgspec.Struct):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[TokensOfVersion] | UnsetType = UNSET
+    sampling_info: SamplingInfoLists | UnsetType = UNSET
+    routed_experts: EncodedArray | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -172,6 +221,8 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[TokensOfVersion] | UnsetType = UNSET
+    sampling_info: SamplingInfoLists | UnsetType = UNSET
+    routed_experts: EncodedArray | UnsetType = UNSET
 
 
 class CompletionObject(msgspec.Struct, Generic[Choice]):
@@ -200,12 +251,33 @@ class GenerateAnswer(msgspec.Struct):
     usage: CompletionUsage
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[TokensOfVersion] | UnsetType = UNSET
+    sampling_info: SamplingInfoLists | UnsetType = UNSET
+    routed_experts: EncodedArray | UnsetType = UNSET
+
+
+class AcceptedImages(msgspec.Struct):
+    """Limits of the images that a request may have.
+
+    Attributes:
+        max_bytes: most bytes of an image's file, in a body of the largest size.
+        max_pixels: width times height.
+    """
+
+    max_images: int
+    max_bytes: int
+    max_pixels: int
 
 
 class ModelCard(msgspec.Struct):
-    """The served model, or an adapter of it. sampling_defaults: parameters that a request without
-    them gets, where they are not the API's own. root: the model's own name or an adapter's. parent:
-    the model of an adapter."""
+    """The served model, or an adapter of it.
+
+    Attributes:
+        sampling_defaults: parameters that a request without them gets, where they are not the
+            API's own.
+        root: the model's own name or an adapter's.
+        parent: the model of an adapter.
+        images: left out if the model does not see images.
+    """
 
     id: str
     created: int
@@ -215,6 +287,7 @@ class ModelCard(msgspec.Struct):
     parent: str | None = None
     object: str = "model"
     owned_by: str = "quire"
+    images: AcceptedImages | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct):

@@ -128,6 +128,7 @@ async def _answer(
         return Response(b"".join(event.data + b"\n" for event in events))
     obfuscate = body.stream_options is not None and body.stream_options.include_obfuscation
     if body.background:
+        await reply.check_grammar()
         answer.start_in_background(state.metrics)
         if body.stream:
             return _stream(state, stored, -1, obfuscate)

@@ -115,7 +115,7 @@ _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SweepPlan:
     """The load to send. See `quire bench serve --help`.
 
     Attributes:
@@ -185,7 +185,7 @@ class LoadLevel:
 
 
 def levels(
-    plan: Plan,
+    plan: SweepPlan,
     server: Server,
     model: str,
     concurrencies: Sequence[int],

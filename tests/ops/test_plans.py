@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from quire.ops.triton.products import table_file
-from quire.ops.triton.products.table import GemmTable, table_for
-from quire.ops.triton.products.table_file import TIMED_FOLDERS, hash_sources, slug, sources_hash
+from quire.ops.triton.products import plans
+from quire.ops.triton.products.plans import TIMED_FOLDERS, hash_sources, slug, sources_hash
+from quire.ops.triton.products.table import PLANS
 
-PACKAGE = Path(table_file.__file__).parent.parent
+PACKAGE = Path(plans.__file__).parent.parent
 TIMED = sorted(path for folder in TIMED_FOLDERS for path in (PACKAGE / folder).rglob("*.py"))
 SHARED = sorted(PACKAGE.glob("*.py"))
 SHIPPED = sorted((PACKAGE / "products" / "gemm_tables").glob("*.json"))
@@ -68,12 +69,13 @@ def test_timed_kernels_import_only_kernels_that_the_key_covers(path: Path) -> No
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_tables_load(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    shipped = GemmTable.loads(path.read_text())
-    table_for.cache_clear()
-    assert slug(shipped.card) == path.stem
-    assert shipped.entries
-    assert table_for(shipped.card).entries == shipped.entries
-    table_for.cache_clear()
+    text = path.read_text()
+    card, entries = json.loads(text)["card"], PLANS.loads(text)
+    PLANS.forget()
+    assert slug(card) == path.stem
+    assert entries
+    assert PLANS.entries(card) == entries
+    PLANS.forget()
 
 
 def test_a_table_ships() -> None:
