@@ -65,7 +65,10 @@ def test_a_plain_run_imports_no_feature() -> None:
     outside = ("engine.process.", "runner.host_inputs", "ops.triton", "router", "server", "tools")
     assert [n for n in names if n.removeprefix("quire.").startswith(outside)] == []
     features = [n for n in names if n.startswith("quire.features.") and n.count(".") > 2]
-    data = (".args", ".model_settings", ".stats", ".messages", ".facts")
+    # Declarations, and the files of a model's folder.
+    data = (
+        ".args", ".fields", ".model_settings", ".sentence_files", ".stats", ".messages", ".facts",
+    )  # fmt: skip
     assert [n for n in features if not n.endswith(data)] == []
 
 

@@ -30,7 +30,7 @@ from quire.models.config import load_config
 from quire.models.families.settings import several
 from quire.ops import kv_format
 from quire.runner import ModelRunner
-from quire.scheduler import Order
+from quire.scheduler import Order, Scheduler, TextScheduler
 from quire.scheduler.fair_share import FairShare
 from quire.text.tokenizer import eos_token_ids
 
@@ -153,9 +153,12 @@ def build_core(
     hooks, ranks = hooks_of(features, config), config.args.ranks
     loop_features = [open_loop(feature, config) for feature in features]
     order = _order(config.scheduler, server)
+    scheduler = TextScheduler if config.encoder else Scheduler
     if ranks > 1:
         executor = WorkerExecutor(config, progress, hooks, ranks)
-        return EngineCore(config, executor, loop_features=loop_features, order=order)
+        return EngineCore(
+            config, executor, loop_features=loop_features, order=order, scheduler=scheduler
+        )
     runner = ModelRunner(config, progress, hooks)
 
     def open_requested(feature: FeatureSpec) -> LoopFeature:
@@ -168,6 +171,7 @@ def build_core(
         runner,
         loop_features=loop_features,
         order=order,
+        scheduler=scheduler,
         requested=[
             RequestedFeature(
                 feature.requested,

@@ -19,7 +19,7 @@ from quire.features.loop_feature import Failure, LoopFeature, RequestedFeature
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, RequestOptions, RequestStatus
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Feature, Order, Scheduler, StepProgress, TextScheduler
+from quire.scheduler import Feature, Order, Scheduler, StepProgress
 
 if TYPE_CHECKING:
     from quire.engine.loop.stats import EngineStats
@@ -48,6 +48,7 @@ class EngineCore:
             loop_features return.
         order: see `Scheduler`.
         requested: features that requests turn on.
+        scheduler: the scheduler's class.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EngineCore:
         loop_features: Sequence[LoopFeature] = (),
         order: Order | None = None,
         requested: Sequence[RequestedFeature] = (),
+        scheduler: type[Scheduler] = Scheduler,
     ) -> None:
         self.config = config
         self._executor = executor
@@ -69,8 +71,7 @@ class EngineCore:
             if feature is not None:
                 features.append(feature)
                 self._loop_features.append(loop_feature)
-        kind = TextScheduler if config.encoder else Scheduler
-        self.scheduler: Scheduler = kind(config.scheduler, self.capacity, features, order)
+        self.scheduler = scheduler(config.scheduler, self.capacity, features, order)
         self._siblings: dict[str, list[Request]] = {}
         self._seeds = 0
         self._prompt_tokens = 0
