@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+import traceback
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,23 @@ def test_a_grammar_that_fails_in_its_lane(builder: Builder) -> None:
     assert [(each.key, each.code) for each in failures] == [(1, "invalid_grammar")]
     assert builder.inputs.flags.tolist() == [0, 2]
     assert (builder.inputs.buffer()[1] == -1).all()
+
+
+def test_a_refused_grammar_keeps_nothing_of_its_requests(
+    builder: Builder, compiler: Compiler
+) -> None:
+    """The compiler keeps the refusal. Raising it would add each request's frames to it."""
+    grammar = StructuredOutputsParams(regex="(refused")
+    for key in range(1, 4):
+        builder.open(key, regex="(refused")
+        builder.compiled()
+        builder.worker.handle(Close(key))
+    failures = [each for each in builder.reports if isinstance(each, MaskFailure)]
+    assert [each.key for each in failures] == [1, 2, 3]
+    refusal = compiler.compile(grammar).exception()
+    assert refusal is not None
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(refusal.__traceback__)]
+    assert not any(name.endswith("mask_worker.py") for name in frames)
 
 
 def test_messages_of_requests_that_are_gone(builder: Builder) -> None:

@@ -193,9 +193,6 @@ class MaskWorker:
 
         Args:
             compiled: The grammar; None: it has none, or it is not compiled yet.
-
-        Raises:
-            GrammarError: the grammar cannot be compiled.
         """
         state, params = request.state, request.params
         state.restart(params.prompt_len)
@@ -269,6 +266,11 @@ class MaskWorker:
                 self._fail(request, self._compiler.late(grammar))
                 self._compiler.forget(grammar)
                 request.compiled = None
+            return
+        # The compiler keeps a refusal. Raising it would add this request's frames to its traceback.
+        refusal = compiled.exception()
+        if refusal is not None:
+            self._fail(request, _failure(refusal))
             return
         try:
             self._begin(request, compiled)

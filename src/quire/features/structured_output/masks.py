@@ -89,7 +89,8 @@ class GrammarState:
                 self.last = [*self.last, *tokens][-self.rules.reach :]
         if self.matcher is not None and tokens:
             self.pending += tokens
-            self.unread += tokens
+            if self.strings is not None:
+                self.unread += tokens
 
     def settle(self) -> None:
         """Lets the matcher and `strings` have all tokens, which can wait until a mask is built."""
