@@ -79,6 +79,9 @@ def test_tokenizers_that_may_join_words() -> None:
     assert not separates_words(split_by(r"\p{N}"))
     assert not separates_words(tokenizer(byte_level))
     assert not separates_words(tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=True)))
+    # Behind the step of bytes, a space is Ġ, which is a letter.
+    words = pre_tokenizers.Split(Regex(SPLITTINGS["qwen2"].patterns[0]), "isolated")
+    assert not separates_words(tokenizer(byte_level, words))
     assert not separates_words(tokenizer(pre_tokenizers.Metaspace()))
     assert not separates_words(HubTokenizer(models.BPE()))
     for token in (AddedToken("two words"), AddedToken("<mask>", rstrip=True)):

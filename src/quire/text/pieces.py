@@ -36,7 +36,11 @@ def separates_words(hub: HubTokenizer) -> bool:
         return False
     steps = splitter.get("pretokenizers", [splitter])
     kinds = [_splits(step) for step in steps]
-    return None not in kinds and "words" in kinds
+    if None in kinds or "words" not in kinds:
+        return False
+    # Behind a step of bytes, a space is Ġ, which patterns take for a letter.
+    before = steps[: kinds.index("words")]
+    return all(step["type"] != "ByteLevel" for step in before)
 
 
 def _settings(part: Any) -> dict[str, Any]:
