@@ -2,13 +2,24 @@
 
 import bisect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.runner.graphs import SHORT_ROW, Buckets, EncoderBuckets, full_step, mixed_buckets
+from quire.runner.graphs import (
+    SHORT_ROW,
+    Buckets,
+    EncoderBuckets,
+    Graphs,
+    decode_buckets,
+    full_step,
+    mixed_buckets,
+)
 from quire.runner.hooks import Level
 from quire.runner.program import BodyShape, HeadShape
 from quire.runner.state import Limits
@@ -152,3 +163,41 @@ def test_whole_texts_are_padded_to_captured_bodies() -> None:
     assert buckets.body(9000, 1, 1) is None
     assert buckets.body(10, 300, 1) is None
     assert {buckets.few(tokens) for tokens in (512, 1024, 8192)} <= captured
+
+
+class _RecordedGraphs(Graphs):
+    """Records programs instead of capturing them."""
+
+    def __init__(self, limits: Limits, buckets: Buckets) -> None:
+        self._device, self._limits, self._buckets = torch.device("cpu"), limits, buckets
+        self._graphs = {}
+
+    def _tune(self, program: Any) -> None:
+        pass
+
+    def capture(self, works: Mapping[Any, Any], progress: Any = None) -> None:
+        self._graphs.update(works)
+
+    def seconds(self, key: Any) -> float:
+        return float(key.tokens)
+
+
+@pytest.mark.parametrize("kind", [Buckets, EncoderBuckets])
+def test_captured_bodies_are_those_of_the_given_buckets(
+    kind: type[Buckets], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.runner.graphs.sum_over_all_ranks", lambda seconds: seconds)
+    limits = Limits(lanes=32, tokens=1024, logit_rows=32, length=512)
+    skews = {rows: 2.5 if rows == 16 else None for rows in decode_buckets(limits)}
+    program = SimpleNamespace(
+        hooks=(),
+        bound=SimpleNamespace(most_skew=skews.__getitem__),
+        model=SimpleNamespace(gives_logits=False),
+    )
+    graphs = _RecordedGraphs(limits, kind(limits))
+    graphs.capture_steps(cast(Any, program))
+    expected = kind(limits, {16: 2.5})
+    assert list(graphs._graphs) == expected.bodies()
+    text = expected.body(300, 2, 200, 9.0)
+    assert text is not None
+    assert graphs.body(BodyShape(300, 2, 200), 9.0) == text

@@ -83,14 +83,14 @@ def _at_least(sizes: Sequence[int], size: int) -> int:
 class Buckets:
     """The shapes to which steps are padded.
 
-    Args:
+    Attributes:
         most_skew: the skew up to which decodes are even, by each number of rows for which it
             matters. Decodes of such a number have two bodies.
     """
 
     def __init__(self, limits: Limits, most_skew: Mapping[int, float] | None = None) -> None:
         self._limits = limits
-        self._most_skew = most_skew or {}
+        self.most_skew = most_skew or {}
         self._rows = decode_buckets(limits)
         self._mixed = mixed_buckets(limits.tokens)
         self._logit_rows = _up_to(
@@ -113,7 +113,7 @@ class Buckets:
         decode = [
             BodyShape(rows, rows, 1, even=even)
             for rows in self._rows
-            for even in ((False, True) if rows in self._most_skew else (False,))
+            for even in ((False, True) if rows in self.most_skew else (False,))
         ]
         return [*reversed(mixed), *reversed(short), *reversed(decode)]
 
@@ -162,7 +162,7 @@ class Buckets:
 
     def _decode(self, rows: int, skew: float) -> BodyShape:
         """Returns the shape of decodes of `rows` rows, places of padding included."""
-        return BodyShape(rows, rows, 1, even=skew <= self._most_skew.get(rows, 0.0))
+        return BodyShape(rows, rows, 1, even=skew <= self.most_skew.get(rows, 0.0))
 
     def _most_rows(self, tokens: int) -> int:
         """Returns the most rows of a mixed step, in which at least one row has two tokens."""
@@ -250,7 +250,7 @@ class Graphs:
         """
         self._tune(program)
         more = {name: run for hook in program.hooks for name, run in hook.programs().items()}
-        self._buckets = Buckets(self._limits, decodes_most_skew(program, self._limits))
+        self._buckets.most_skew = decodes_most_skew(program, self._limits)
         self.capture(program_works(program, self._buckets, more), progress)
         for hook in program.hooks:
             hook.capture({name: functools.partial(self.replay, name) for name in hook.programs()})
