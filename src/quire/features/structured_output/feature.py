@@ -133,10 +133,12 @@ class _BuilderLoad:
 
     Attributes:
         requests: Its requests, by key.
+        checks: Number of grammars that it checks.
         stats: Its counts.
     """
 
     requests: dict[int, _MaskedRequest] = field(default_factory=dict)
+    checks: int = 0
     stats: MaskStats = field(default_factory=MaskStats)
 
 
@@ -223,7 +225,7 @@ class GrammarFeature(Feature, LoopFeature):
 
     def _place(self, grammar: bytes | None) -> int:
         """Returns the builder with the least work; of several, one that knows the grammar."""
-        work = [len(load.requests) for load in self._loads]
+        work = [len(load.requests) + load.checks for load in self._loads]
         least = [builder for builder, count in enumerate(work) if count == min(work)]
         if grammar is None:
             return least[0]
@@ -443,12 +445,14 @@ class GrammarFeature(Feature, LoopFeature):
         check = _Check(self._place(grammar_key(grammar)), Future())
         self._keys += 1
         self._checks[self._keys] = check
+        self._loads[check.builder].checks += 1
         self._builders.send(check.builder, Open(self._keys, MaskParams(grammar, 0)))
         return check.verdict
 
     def _judge(self, key: int, error: QuireError | None) -> None:
         """Ends a check."""
         check = self._checks.pop(key)
+        self._loads[check.builder].checks -= 1
         self._builders.send(check.builder, Close(key))
         if error is None:
             check.verdict.set_result(None)
