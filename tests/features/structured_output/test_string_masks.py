@@ -283,6 +283,8 @@ PATTERNS = [
     "^[A-Z]{2}-[0-9]{3,9}$",
     "^\\d{1,12}$",
     "^v?[0-9]+\\.[a-z ]{2,30}$",
+    "^[0-9]{2}-?[a-f]{0,6}$",
+    "^[0-9]{1,3}[a-f]{0,6}$",
 ]
 
 
@@ -316,6 +318,10 @@ def test_ends_of_patterns() -> None:
     assert left(PATTERNS[1], b"https://a.bc/") == 60
     assert left(PATTERNS[1], b"https://a.bc/d/e") == 57
     assert left(PATTERNS[3], b"123456789012") == 0
+    # The dash or another digit may still come.
+    assert left(PATTERNS[5], b"12") == left(PATTERNS[6], b"12") == -1
+    assert left(PATTERNS[5], b"12a") == left(PATTERNS[5], b"12-a") == 5
+    assert left(PATTERNS[6], b"1a") == left(PATTERNS[6], b"123a") == 5
 
 
 @pytest.mark.parametrize(

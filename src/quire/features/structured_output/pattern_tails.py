@@ -40,7 +40,8 @@ class PatternTail(NamedTuple):
     """The bounded repeat at a pattern's end.
 
     Attributes:
-        before: Matches a text that has come to the repeat, and its `least` first characters.
+        before: Matches a text that has come to the repeat, and the repeat's first characters, as
+            many as must come.
         rest: Matches the characters that may follow.
         most: Most characters that may follow.
     """
@@ -67,6 +68,9 @@ def pattern_tail(pattern: str) -> PatternTail | None:
         return None
     known = [part for part in parts if part is not None]
     last = known[-1]
+    if _may_go_on(known[:-1]):
+        # Until the repeat's first character, the parts before it decide what may follow.
+        last = last._replace(least=max(last.least, 1))
     if last.most == _MOST or last.most - last.least < 1 or not _unambiguous(known):
         return None
     begin = "".join(part.regex() for part in known[:-1])
@@ -75,6 +79,12 @@ def pattern_tail(pattern: str) -> PatternTail | None:
     return PatternTail(
         re.compile(begin.encode()), re.compile(rest.regex().encode()), last.most - last.least
     )
+
+
+def _may_go_on(parts: Sequence[_Part]) -> bool:
+    """Whether a text that has come to the end of these parts may have more characters of them."""
+    final = next((part for part in reversed(parts) if part.most), None)
+    return final is not None and final.least < final.most
 
 
 def _unambiguous(parts: Sequence[_Part]) -> bool:
