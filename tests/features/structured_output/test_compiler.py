@@ -15,7 +15,7 @@ from quire.features.structured_output.compiler import Compiler, CompilerConfig
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.errors import as_api_error
 from quire.text.tokenizer import Tokenizer
-from tests.features.structured_output.conftest import EOS, Accepts
+from tests.features.structured_output.conftest import EOS, Accepts, of_schema
 
 
 def choice(word: str) -> StructuredOutputsParams:
@@ -167,3 +167,18 @@ def test_a_grammar_in_use_is_found_when_others_have_displaced_it(tokenizer: Toke
     wait(futures)
     assert [made.compile(choice(str(i))) for i in range(5)] == futures
     made.shutdown()
+
+
+def test_a_kept_refusal_does_not_hold_its_grammar(tokenizer: Tokenizer) -> None:
+    """The frames of a traceback hold the schema's text and everything that was read of it."""
+    own = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, CompilerConfig(threads=1))
+    schema = {"properties": {"a": {"type": "string", "if": {"minLength": 1}}}}
+    refused = own.compile(of_schema(schema))
+    # Its thread has dealt with the refusal when it takes up another grammar.
+    own.compile(StructuredOutputsParams(regex="a")).result()
+    refusal = refused.exception()
+    assert own.compile(of_schema(schema)) is refused
+    assert isinstance(refusal, GrammarError)
+    assert refusal.__traceback__ is None
+    assert refusal.__context__ is None
+    own.shutdown()

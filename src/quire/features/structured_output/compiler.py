@@ -267,6 +267,7 @@ class Compiler:
                 # Its thread waits for the lock, so it sees the future.
                 job = _Compilation()
                 job.future = self._pool.submit(self._compile, key, job, params)
+                job.future.add_done_callback(_drop_frames)
                 self._jobs[key] = job
             job.waiters += 1
             return job.future
@@ -359,6 +360,13 @@ class Compiler:
         """Does not wait for what is being compiled. Idempotent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._table_pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _drop_frames(compiled: Future[LLMatcher]) -> None:
+    """Frees what a refused grammar's traceback holds: its text, and all that was read of it."""
+    refusal = None if compiled.cancelled() else compiled.exception()
+    if refusal is not None:
+        refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
 
 
 def _string_tables(tokenizer: Future[LLTokenizer]) -> StringTables:
