@@ -237,7 +237,7 @@ class ImageReader(PromptReader):
             VideoLimits(settings.max_video_frames, settings.max_video_pixels, self._limits),
         )
         if isinstance(source, str) and is_data_uri(source):
-            files, kind = decode_frames(source, most, part.param)
+            files, kind = decode_frames(source, most, settings.max_video_frames, part.param)
             if kind == "video/jpeg":
                 return reader.of_images(files, metadata)
             (source,) = files
