@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from quire.errors import RequestError
 from quire.features.call import PromptPart
 from quire.features.images import encoder_steps, feature, image_reader
 from quire.features.images.feature import ImageFeature
+from quire.features.images.hook import ImageHook
 from quire.features.images.image_reader import ImageReader, PixelRoom
 from quire.features.images.placement import image_ids
+from quire.features.images.processor import ProcessorSettings
 from quire.features.lora import LoRARequest
 from quire.scheduler import PlanBuilder
 from tests.features.images.stand_in import TOKEN_ID, PixelTokens, install, picture
@@ -175,6 +178,22 @@ def test_a_burst_of_images_waits_for_room(towers: list[PixelTokens], llms: Any) 
         return found
 
     assert 0 < asyncio.run(go()) <= 2 * image_reader._THREADS
+
+
+def test_memory_for_two_large_frames(towers: list[PixelTokens], llms: Any, tmp_path: Path) -> None:
+    """A video of two frames may have larger groups than any image."""
+    llm = llms(image_step_tokens=1)
+    hook = ImageHook(llm.config)
+    hook._config = SimpleNamespace(model_path=tmp_path)
+    hook._processor = SimpleNamespace(
+        settings=ProcessorSettings(16, 2, 2, 256, 25600, 1.0, (0.5,) * 3, (0.5,) * 3)
+    )
+    hook._tower = SimpleNamespace(workspace_bytes=lambda patches: patches)
+    videos = tmp_path / "video_preprocessor_config.json"
+    videos.write_text('{"size": {"shortest_edge": 256, "longest_edge": 25600}}')
+    assert hook.reserved_bytes([], 0) == 100
+    videos.write_text('{"size": {"shortest_edge": 256, "longest_edge": 102400}}')
+    assert hook.reserved_bytes([], 0) == 200
 
 
 def test_a_prompt_in_small_chunks(towers: list[PixelTokens], llms: Any) -> None:
