@@ -268,7 +268,7 @@ def test_files_by_pyav(reader: FrameReader, monkeypatch: pytest.MonkeyPatch, cou
 
 
 def test_headers_that_lie(reader: FrameReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a header says of a file bounds what is decoded of it."""
+    """The numbers in a header bound what is decoded of a stream."""
     decoded = fake_av(monkeypatch, frames(50), 4)
     assert reader.of_file(MP4).indices == [0, 1, 2, 3]
     assert decoded == [0, 1, 2, 3]
