@@ -412,7 +412,7 @@ HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2">
 
 [click](javascript:window.hit=5) [click](JaVaScRiPt&#58;window.hit=6) <javascript:window.hit=7>
 [click](data:text/html,<script>opener.hit=8</script>) [ref] ![x](https://evil.invalid/pixel.png)
-[click](\tjavascript:window.hit=9) [vb](vbscript:x) **<b onclick="window.hit=10">b</b>**
+[click](\tjavascript:window.hit=9) [vb](vbscript:x) &toString; **<b onclick="window.hit=10">b</b>**
 
 [ref]: javascript:window.hit=11
 
@@ -454,6 +454,14 @@ def test_hostile_markdown_runs_nothing(page: Any) -> None:
         element.click()
     assert page.evaluate("() => window.hit") is None
     assert page.is_visible("body")
+    assert "&toString;" in answer.inner_text()
+
+
+def test_a_text_that_is_slow_to_parse_stays_as_it_is(page: Any) -> None:
+    page.evaluate("() => { let now = 0; performance.now = () => (now += 5000); }")
+    answer_with(page, delta(content="**a** "), delta(content="**b**"))
+    say(page, "Slow")
+    assert page.inner_text(".formatted .plain") == "**a** **b**"
 
 
 def test_export(page: Any) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,15 @@ import transformers
 import quire
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
-from quire.features.images import encoder_steps
+from quire.features.call import PromptPart
+from quire.features.images import encoder_steps, feature, image_reader
+from quire.features.images.feature import ImageFeature
+from quire.features.images.hook import ImageHook
+from quire.features.images.image_reader import ImageReader, PixelRoom
 from quire.features.images.placement import image_ids
+from quire.features.images.processor import ProcessorSettings
 from quire.features.lora import LoRARequest
+from quire.scheduler import PlanBuilder
 from tests.features.images.stand_in import TOKEN_ID, PixelTokens, install, picture
 from tests.slow import slow
 
@@ -123,6 +132,68 @@ def test_an_image_whose_request_ends_early(
         core.step()
     assert towers[0].parts == [(0, 1)]
     assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_step_beside_streams_keeps_to_its_room(
+    towers: list[PixelTokens], llms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of a large image counts as several parts. No step computes one too many."""
+    monkeypatch.setattr(encoder_steps, "PART", 64)
+    monkeypatch.setattr(feature, "PART", 64)
+    monkeypatch.setattr(feature, "layer_ranges", lambda layers, patches: [(0, 1), (1, 2), (2, 3)])
+    llm = llms(max_num_batched_tokens=len(TEXT))
+    own = next(each for each in llm._core._loop_features if isinstance(each, ImageFeature))
+    own._table = replace(own._table, parts_a_step=3)
+    plan, taken = own._plan_encoding, list[int]()
+
+    def left() -> int:
+        return sum(len(each.parts) for each in own._queue)
+
+    def count(builder: PlanBuilder) -> None:
+        before = left()
+        plan(builder)
+        taken.append(before - left())
+
+    monkeypatch.setattr(own, "_plan_encoding", count)
+    image = tokens(1, 128)  # Each layer counts as two parts.
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    out(llm, [TEXT, with_images(TEXT[:3], picture(image), [7])], params)
+    assert [each for each in taken if each] == [1, 1, 1]
+
+
+def test_a_burst_of_images_waits_for_room(towers: list[PixelTokens], llms: Any) -> None:
+    """Requests that arrive at once do not all find room before the first has taken any."""
+    reader = ImageReader(llms().config)
+    reader._room = PixelRoom(1)
+
+    async def go() -> int:
+        part = PromptPart("image", picture(tokens(1, 24)), "image")
+        loads = {asyncio.ensure_future(reader.load([part])) for _ in range(20)}
+        await asyncio.sleep(0.2)
+        found = sum(load.done() for load in loads)
+        while loads:
+            done, loads = await asyncio.wait(loads, return_when=asyncio.FIRST_COMPLETED)
+            for load in done:
+                load.result()[0].close()
+        return found
+
+    assert 0 < asyncio.run(go()) <= 2 * image_reader._THREADS
+
+
+def test_memory_for_two_large_frames(towers: list[PixelTokens], llms: Any, tmp_path: Path) -> None:
+    """A video of two frames may have larger groups than any image."""
+    llm = llms(image_step_tokens=1)
+    hook = ImageHook(llm.config)
+    hook._config = SimpleNamespace(model_path=tmp_path)
+    hook._processor = SimpleNamespace(
+        settings=ProcessorSettings(16, 2, 2, 256, 25600, 1.0, (0.5,) * 3, (0.5,) * 3)
+    )
+    hook._tower = SimpleNamespace(workspace_bytes=lambda patches: patches)
+    videos = tmp_path / "video_preprocessor_config.json"
+    videos.write_text('{"size": {"shortest_edge": 256, "longest_edge": 25600}}')
+    assert hook.reserved_bytes([], 0) == 100
+    videos.write_text('{"size": {"shortest_edge": 256, "longest_edge": 102400}}')
+    assert hook.reserved_bytes([], 0) == 200
 
 
 def test_a_prompt_in_small_chunks(towers: list[PixelTokens], llms: Any) -> None:

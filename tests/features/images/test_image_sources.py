@@ -17,7 +17,7 @@ from quire.errors import RequestError
 from quire.features.images import download
 from quire.features.images.download import fetch, is_public
 from quire.features.images.image_reader import PixelRoom
-from quire.features.images.image_sources import decode_base64, decode_data_uri
+from quire.features.images.image_sources import decode_base64, decode_data_uri, decode_frames
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
 
@@ -161,6 +161,17 @@ def test_data_uris() -> None:
             decode_data_uri(url, 1000, "x")
     with pytest.raises(RequestError, match="at most 10 are allowed"):
         decode_base64(text, 10, "x")
+
+
+def test_frames_of_a_data_uri() -> None:
+    text = base64.b64encode(PNG).decode()
+    uri = f"data:video/jpeg;base64,{text},{text}"
+    assert decode_frames(uri, 1000, 2, "x") == ([PNG, PNG], "video/jpeg")
+    assert decode_frames(f"data:video/mp4;base64,{text}", 1000, 1, "x") == ([PNG], "video/mp4")
+    with pytest.raises(RequestError, match=r"3 frames; at most 2 are allowed \(--max-video-frames"):
+        decode_frames(f"{uri},", 1000, 2, "x")
+    with pytest.raises(RequestError, match="at most 10 are allowed"):
+        decode_frames(uri, 10, 2, "x")
 
 
 def test_room_for_pixels() -> None:

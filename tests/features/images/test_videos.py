@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import struct
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,6 +23,7 @@ from transformers.video_utils import VideoMetadata
 
 from quire.arrays import int32
 from quire.errors import ModelError
+from quire.features.images import video_frames
 from quire.features.images.placement import VideoTokens, expand_videos
 from quire.features.images.processor import ImageError, ImageLimits, ImageProcessor
 from quire.features.images.processor import ProcessorSettings as Settings
@@ -149,6 +152,8 @@ def test_frames_of_a_caller(reader: FrameReader) -> None:
         (lambda r: r.of_images(frames(8, 150, 100), {}), "--max-video-pixels"),
         (lambda r: r.of_images(frames(2), {"fps": 0.0, "frames_indices": [1]}), "1 indices"),
         (lambda r: r.of_images(frames(2), {"fps": -1}), "positive number"),
+        (lambda r: r.of_images(frames(2), {"fps": math.nan}), "positive number"),
+        (lambda r: r.of_images(frames(2), {"frames_indices": [0, math.nan]}), "be integers"),
         (lambda r: r.of_images(["x", "y"], {}), "str is no image"),
         (lambda r: r.of_file(b"nothing"), "no video"),
         (lambda r: r.of_file(saved(frames(1), "PNG")), "at least 2"),
@@ -161,6 +166,37 @@ def test_frames_of_a_caller(reader: FrameReader) -> None:
 def test_refusals(reader: FrameReader, call: Any, why: str) -> None:
     with pytest.raises(ImageError, match=why):
         call(reader)
+
+
+def growing_gif(*frames: tuple[int, int]) -> bytes:
+    """Returns a GIF file of 1 x 1 pixels, whose frames are one pixel each at these places."""
+    data = b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0x80, 0, 0) + bytes(6)
+    for place in frames:
+        data += b"\x2c" + struct.pack("<HHHHB", *place, 1, 1, 0) + bytes([2, 2, 0x44, 1, 0])
+    return data + b";"
+
+
+def test_frames_that_grow(reader: FrameReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header's size is not that of later frames. They are refused before they are decoded."""
+    assert len(reader.of_file(growing_gif((0, 0), (0, 0))).pixels) == 2
+    sizes: list[tuple[int, int]] = []
+    monkeypatch.setattr(video_frames, "_duration", lambda frame: sizes.append(frame.size) or 100)
+    with pytest.raises(ImageError, match="one size, but one has 9001 x 9000 pixels"):
+        reader.of_file(growing_gif((0, 0), (9000, 8999), (9000, 8999)))
+    assert sizes == [(1, 1)]
+
+
+def test_many_tiny_frames(reader: FrameReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video_frames, "_MOST_FRAMES", 10)
+    with pytest.raises(ImageError, match="11 frames; a file may have at most 10") as error:
+        reader.of_file(growing_gif(*[(0, 0)] * 11))
+    assert error.value.code == "image_too_large"
+
+
+def test_a_large_frame_is_not_decoded(reader: FrameReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video_frames, "_duration", lambda frame: pytest.fail("a frame is decoded"))
+    with pytest.raises(ImageError, match="--max-image-pixels"):
+        reader.of_file(saved(frames(2, 300, 200), "PNG"))
 
 
 MP4 = b"\0\0\0\x18ftypisom" + bytes(20)
@@ -176,10 +212,11 @@ def test_files_that_need_pyav(reader: FrameReader, monkeypatch: pytest.MonkeyPat
 class FakeFile:
     """A file of PyAV."""
 
-    def __init__(self, images: list[Image.Image], counted: bool) -> None:
+    def __init__(self, images: list[Image.Image], count: int, decoded: list[int]) -> None:
         self._images = images
-        stream = SimpleNamespace(average_rate=5, width=40, height=30, frames=0)
-        stream.frames = len(images) if counted else 0
+        self._decoded = decoded
+        stream = SimpleNamespace(average_rate=5, width=40, height=30, frames=count)
+        stream.codec_context = SimpleNamespace(options={})
         self.streams = SimpleNamespace(video=[stream])
 
     def __enter__(self) -> FakeFile:
@@ -192,23 +229,52 @@ class FakeFile:
         return [SimpleNamespace(size=9) for _ in self._images] + [SimpleNamespace(size=0)]
 
     def decode(self, stream: Any) -> Any:
-        for image in self._images:
-            yield SimpleNamespace(to_ndarray=lambda format, image=image: np.asarray(image))
+        assert stream.codec_context.options == {"max_pixels": str(LIMITS.image.max_pixels)}
+        for index, image in enumerate(self._images):
+            self._decoded.append(index)
+            yield SimpleNamespace(
+                width=image.width,
+                height=image.height,
+                to_ndarray=lambda format, image=image: np.asarray(image),
+            )
+
+
+def fake_av(monkeypatch: pytest.MonkeyPatch, images: list[Image.Image], count: int) -> list[int]:
+    """Puts a module in PyAV's place. Returns a list, which gets the indices of decoded frames.
+
+    Args:
+        images: the frames of all files.
+        count: the number of frames that the header says; 0 for none.
+    """
+    av, decoded = ModuleType("av"), list[int]()
+
+    def open_file(stream: io.BytesIO, format: str) -> FakeFile:
+        assert format == "mp4"
+        return FakeFile(images, count, decoded)
+
+    av.open = open_file  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "av", av)
+    return decoded
 
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_files_by_pyav(reader: FrameReader, monkeypatch: pytest.MonkeyPatch, counted: bool) -> None:
-    images, av = frames(20), ModuleType("av")
-    asked: list[str] = []
-
-    def open_file(stream: io.BytesIO, format: str) -> FakeFile:
-        asked.append(format)
-        return FakeFile(images, counted)
-
-    av.open = open_file  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "av", av)
+    images = frames(20)
+    fake_av(monkeypatch, images, len(images) if counted else 0)
     found = reader.of_file(MP4)
-    assert set(asked) == {"mp4"}
     assert (found.fps, found.indices) == (5.0, [0, 3, 5, 8, 11, 14, 16, 19])
     for index, pixels in zip(found.indices, found.pixels, strict=True):
         np.testing.assert_array_equal(pixels, np.asarray(images[index]))
+
+
+def test_headers_that_lie(reader: FrameReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers in a header bound what is decoded of a stream."""
+    decoded = fake_av(monkeypatch, frames(50), 4)
+    assert reader.of_file(MP4).indices == [0, 1, 2, 3]
+    assert decoded == [0, 1, 2, 3]
+    fake_av(monkeypatch, [*frames(3), *frames(3, 400, 300)], 6)
+    with pytest.raises(ImageError, match="one size"):
+        reader.of_file(MP4)
+    fake_av(monkeypatch, frames(3), 6)
+    with pytest.raises(ImageError, match="ends before"):
+        reader.of_file(MP4)

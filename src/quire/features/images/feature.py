@@ -306,10 +306,12 @@ class ImageFeature(Feature, LoopFeature):
             count = encoding.share(room)
             room -= count * encoding.weight
             entries.append(self._entry(encoding, count))
-            if not encoding.parts:
-                self._queue.popleft()
-                encoding.rows.encoded = True
-                self._closing.append((self._planned, encoding.fd))
+            if encoding.parts:
+                # The room that is left is less than a part of this image.
+                break
+            self._queue.popleft()
+            encoding.rows.encoded = True
+            self._closing.append((self._planned, encoding.fd))
         if entries:
             firsts = int32([entry.row for entry in entries])
             builder.write(ENCODE, firsts, int32([entry[1:] for entry in entries]))

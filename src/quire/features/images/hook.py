@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from quire.config import EngineConfig
+from quire.errors import ModelError
 from quire.executor import StepSeconds, WorkerCall
 from quire.features.images.args import ImageArgs
 from quire.features.images.encoder_steps import COLUMN, ENCODE, TABLE, EncodeEntry, TableFacts
 from quire.features.images.image_encoder import ImageEncoder
 from quire.features.images.processor import ImageProcessor
+from quire.features.images.videos import VideoSettings
 from quire.layers.batch import ForwardBatch, GivenRows
 from quire.models import Decoder, load_config
 from quire.models.vision.tower import load_tower
@@ -66,9 +68,18 @@ class ImageHook(ProgramHook, HostHook):
 
     def reserved_bytes(self, groups: Sequence[KVGroup], budget: int) -> int:
         processor = self._processor.settings
-        largest = processor.max_pixels // processor.patch**2
+        largest = self._most_pixels() // processor.patch**2
         step = self._settings.image_step_tokens * processor.merge**2
         return self._tower.workspace_bytes(max(largest, step))
+
+    def _most_pixels(self) -> int:
+        """Returns the most pixels that the tower sees at once: an image, or a group of frames."""
+        images = self._processor.settings
+        try:
+            videos = VideoSettings.from_folder(Path(self._config.model_path), images)
+        except ModelError:
+            return images.max_pixels  # The reader refuses videos then.
+        return max(images.max_pixels, videos.pixels.max_pixels // images.temporal)
 
     @torch.inference_mode()
     def seconds(self, program: Any, graphs: Any) -> StepSeconds:

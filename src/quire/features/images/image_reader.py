@@ -21,7 +21,7 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.errors import RequestError
+from quire.errors import ModelError, RequestError
 from quire.features.call import PromptInputs, PromptPart, PromptReader
 from quire.features.images.args import ImageArgs
 from quire.features.images.download import fetch
@@ -86,13 +86,22 @@ class ImageReader(PromptReader):
         # Threads of their own, so that slow hosts keep no decoding waiting.
         self._downloads = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="downloads")
         self._room = PixelRoom(_MOST_PIXEL_BYTES)
+        # Only requests with a turn are read. Without turns, all requests of a burst would find
+        # room, because none of them has taken any yet.
+        self._turns = asyncio.Semaphore(_THREADS)
+        self._download_turns = asyncio.Semaphore(_DOWNLOADS)
 
     # -- reading -------------------------------------------------------------------------------
 
     async def load(self, parts: Sequence[PromptPart]) -> Sequence[Loaded]:
         self._check(parts)
-        # A request waits as a whole. If it waited for each image, it could wait for itself.
-        await self._room.wait()
+        remote = any(_is_remote(part) for part in parts)
+        async with self._download_turns if remote else self._turns:
+            # A request waits as a whole. If it waited for each image, it could wait for itself.
+            await self._room.wait()
+            return await self._load_all(parts)
+
+    async def _load_all(self, parts: Sequence[PromptPart]) -> Sequence[Loaded]:
         tasks = [asyncio.ensure_future(self._load(part)) for part in parts]
         try:
             return await asyncio.gather(*tasks)
@@ -104,7 +113,7 @@ class ImageReader(PromptReader):
 
     async def _load(self, part: PromptPart) -> Loaded:
         loop, source, kind = asyncio.get_running_loop(), part.source, None
-        if isinstance(source, str) and is_address(source):
+        if _is_remote(part):
             source, kind = await loop.run_in_executor(self._downloads, self._fetch, part)
         return await loop.run_in_executor(
             self._threads, self._decode, replace(part, source=source), kind, self._room
@@ -116,7 +125,7 @@ class ImageReader(PromptReader):
 
     def _read(self, part: PromptPart) -> Loaded:
         source, kind = part.source, None
-        if isinstance(source, str) and is_address(source):
+        if _is_remote(part):
             source, kind = self._fetch(part)
         return self._decode(replace(part, source=source), kind)
 
@@ -158,6 +167,11 @@ class ImageReader(PromptReader):
             why = "the times of frames need a tokenizer (--skip-tokenizer-init)"
         elif self._video_tokens is None:
             why = f"the model {self._config.model_name!r} has no tokens for them"
+        else:
+            try:
+                _ = self._videos
+            except ModelError as error:
+                why = str(error)
         if why is not None:
             raise refused(param, f"videos are not supported: {why}.", "unsupported_parameter")
 
@@ -237,7 +251,7 @@ class ImageReader(PromptReader):
             VideoLimits(settings.max_video_frames, settings.max_video_pixels, self._limits),
         )
         if isinstance(source, str) and is_data_uri(source):
-            files, kind = decode_frames(source, most, part.param)
+            files, kind = decode_frames(source, most, settings.max_video_frames, part.param)
             if kind == "video/jpeg":
                 return reader.of_images(files, metadata)
             (source,) = files
@@ -328,6 +342,10 @@ class ImageReader(PromptReader):
                 "frames of a video count as one (--max-images).",
                 "too_many_images",
             )
+
+
+def _is_remote(part: PromptPart) -> bool:
+    return isinstance(part.source, str) and is_address(part.source)
 
 
 def _check_places(

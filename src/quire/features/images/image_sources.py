@@ -56,11 +56,17 @@ def decode_data_uri(url: str, most: int, param: str) -> tuple[bytes, str | None]
     return decode_base64(url[found.end() :], most, param), found[1]
 
 
-def decode_frames(url: str, most: int, param: str) -> tuple[list[bytes], str | None]:
+def decode_frames(
+    url: str, most: int, most_frames: int, param: str
+) -> tuple[list[bytes], str | None]:
     """Returns the files of a video's data URI, and the type that it declares.
 
     A URI of type video/jpeg holds an image for each frame, with commas between them. Others hold
     one file.
+
+    Args:
+        most: most bytes of all files.
+        most_frames: most files.
     """
     found = _DATA_URI.match(url)
     if found is None or found[3] is None:
@@ -68,5 +74,15 @@ def decode_frames(url: str, most: int, param: str) -> tuple[list[bytes], str | N
     kind = found[1].lower() if found[1] else None
     if len(url) * 3 // 4 > most + len(url[: found.end()]) + 4:
         raise too_large(len(url) * 3 // 4, most, param, "--max-video-bytes")
-    texts = url[found.end() :].split(",") if kind == "video/jpeg" else [url[found.end() :]]
+    if kind != "video/jpeg":
+        return [decode_base64(url[found.end() :], most, param, "--max-video-bytes")], kind
+    count = url.count(",", found.end()) + 1
+    if count > most_frames:
+        raise refused(
+            param,
+            f"the video has {count} frames; at most {most_frames} are allowed "
+            "(--max-video-frames).",
+            "image_too_large",
+        )
+    texts = url[found.end() :].split(",")
     return [decode_base64(text, most, param, "--max-video-bytes") for text in texts], kind

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ _CONTAINERS = {b"ftyp": "mp4", b"\x1aE\xdf\xa3": "matroska"}
 formats name further files."""
 _MOST_DECODED = 16
 """Most frames that are decoded for each frame that the model may see."""
+_MOST_FRAMES = 1 << 16
+"""Most frames of a file: 36 minutes of 30 frames a second. Tiny frames cost time too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,7 @@ class FrameReader:
         fps = metadata.get("fps") or 1.0
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < 1e6:
             raise ImageError(f"A video has a positive number of frames a second, not {fps!r}.")
-        indices = metadata.get("frames_indices")
-        indices = list(range(len(images))) if indices is None else [int(each) for each in indices]
+        indices = _indices(metadata.get("frames_indices"), len(images))
         if len(indices) != len(images):
             raise ImageError(f"The video has {len(images)} frames, but {len(indices)} indices.")
         if metadata.get("do_sample_frames"):
@@ -126,10 +128,16 @@ class FrameReader:
     def _animated(self, data: bytes) -> VideoFrames:
         with Image.open(io.BytesIO(data), formats=_ANIMATED) as image:
             total = getattr(image, "n_frames", 1)
-            self._check_length(total, *image.size)
-            fps = mean_fps([_duration(each) for each in ImageSequence.Iterator(image)])
+            size = image.size
+            self._check_length(total, *size)
+            durations = []
+            for frame in ImageSequence.Iterator(image):
+                # A frame of a GIF file may be larger than the frames before it.
+                _check_size(frame.size, size)
+                durations.append(_duration(frame))
+            fps = mean_fps(durations)
             indices = self._pick(total, fps)
-            self._check_pixels(*image.size, len(indices))
+            self._check_pixels(*size, len(indices))
             pixels = []
             for index in indices:
                 image.seek(index)
@@ -155,7 +163,12 @@ class FrameReader:
         self._check_pixels(*size, len(indices))
         wanted, pixels = set(indices), list[Pixels]()
         with av.open(io.BytesIO(data), format=name) as file:
-            for index, frame in enumerate(file.decode(file.streams.video[0])):
+            stream = file.streams.video[0]
+            # A header may promise fewer and smaller frames than the stream has.
+            stream.codec_context.options = {"max_pixels": str(self._limits.image.max_pixels)}
+            decoded = itertools.islice(file.decode(stream), indices[-1] + 1)
+            for index, frame in enumerate(decoded):
+                _check_size((frame.width, frame.height), size)
                 if index in wanted:
                     pixels.append(frame.to_ndarray(format="rgb24"))
         if len(pixels) != len(wanted):
@@ -181,6 +194,12 @@ class FrameReader:
 
     def _check_length(self, total: int, width: int, height: int) -> None:
         """Checks a file that must be decoded whole to pick some of its frames."""
+        self._check_frame(width, height)
+        if total > _MOST_FRAMES:
+            raise ImageError(
+                f"The video has {total} frames; a file may have at most {_MOST_FRAMES}.",
+                "image_too_large",
+            )
         most = _MOST_DECODED * self._limits.pixels
         if total * width * height > most:
             raise ImageError(
@@ -190,19 +209,38 @@ class FrameReader:
                 "image_too_large",
             )
 
-    def _check_pixels(self, width: int, height: int, count: int) -> None:
+    def _check_frame(self, width: int, height: int) -> None:
         if width * height > self._limits.image.max_pixels:
             raise ImageError(
                 f"A frame has {width} x {height} pixels; at most {self._limits.image.max_pixels} "
                 "are allowed (--max-image-pixels).",
                 "image_too_large",
             )
+
+    def _check_pixels(self, width: int, height: int, count: int) -> None:
+        self._check_frame(width, height)
         if width * height * count > self._limits.pixels:
             raise ImageError(
                 f"{count} frames of {width} x {height} pixels exceed the {self._limits.pixels} "
                 "pixels that are allowed (--max-video-pixels).",
                 "image_too_large",
             )
+
+
+def _indices(given: Any, count: int) -> list[int]:
+    """Returns the places of a caller's frames in the video."""
+    try:
+        return list(range(count)) if given is None else [int(each) for each in given]
+    except (TypeError, ValueError, OverflowError):
+        raise ImageError("frames_indices must be integers.") from None
+
+
+def _check_size(size: tuple[int, int], first: tuple[int, int]) -> None:
+    if size != first:
+        raise ImageError(
+            f"The frames of a video must have one size, but one has {size[0]} x {size[1]} pixels, "
+            f"and the first {first[0]} x {first[1]}."
+        )
 
 
 def _duration(frame: Image.Image) -> float:

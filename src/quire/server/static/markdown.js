@@ -8,6 +8,8 @@ import { make } from "./dom.js";
 const MOST = 200_000;
 /** Share of the time that may go to parsing while an answer streams. */
 const SHARE = 0.2;
+/** Milliseconds of a parse after which an answer is shown as it is: some texts take a parser ever longer. */
+const TOO_SLOW = 1000;
 /** Addresses that a link may have. Others are shown, and cannot be clicked. */
 const ADDRESS = /^(https?:\/\/|mailto:)/i;
 
@@ -34,6 +36,7 @@ export class Formatted {
     this.blocks = [];
     this.links = "{}";
     this.timer = null;
+    this.slow = false;
     if (!language) loading.parser().then(() => this.text && this.#draw());
   }
 
@@ -53,12 +56,14 @@ export class Formatted {
     this.timer = null;
     const begin = performance.now();
     this.#show(this.language ? [{ type: "code", raw: this.text, text: this.text, lang: this.language, bare: true }] : this.#parse());
-    this.pause = Math.max(30, (performance.now() - begin) / SHARE);
+    const took = performance.now() - begin;
+    this.slow ||= took > TOO_SLOW;
+    this.pause = Math.max(30, took / SHARE);
   }
 
   #parse() {
     const plain = [{ type: "plain", raw: this.text }];
-    if (!Lexer || this.text.length > MOST) return plain;
+    if (!Lexer || this.slow || this.text.length > MOST) return plain;
     try {
       const tokens = new Lexer({ gfm: true, breaks: true }).lex(this.text);
       const links = JSON.stringify(tokens.links);
@@ -190,7 +195,7 @@ const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0"
 /** Replaces character references, which the parser leaves to HTML. */
 function decoded(text) {
   return text.replace(/&(?:#(\d{1,7})|#x([\da-f]{1,6})|([a-z]{2,8}));/gi, (whole, decimal, hex, name) => {
-    if (name) return NAMED[name] ?? whole;
+    if (name) return Object.hasOwn(NAMED, name) ? NAMED[name] : whole;
     const code = decimal ? Number(decimal) : parseInt(hex, 16);
     return code > 0 && code <= 0x10ffff ? String.fromCodePoint(code) : whole;
   });
