@@ -269,6 +269,8 @@ def test_nothing_is_generated(tmp_path: Path) -> None:
         llm.generate("fox", SamplingParams(max_tokens=3))
     with pytest.raises(RequestError, match="generates no text"):
         llm.generate("fox", SamplingParams(max_tokens=3, logprobs=2))
+    with pytest.raises(RequestError, match="generates no text"):
+        llm.chat([{"role": "user", "content": "fox"}])
     assert len(llm.embed("fox")) == 1
 
 
