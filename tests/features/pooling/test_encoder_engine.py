@@ -203,10 +203,26 @@ def test_scores_of_vectors(tmp_path: Path) -> None:
     one, *others = (np.array(each.outputs.embedding) for each in llm.embed(["fox", *TEXTS]))
     for own, vector in zip(llm.score("fox", TEXTS), others, strict=True):
         assert own.score == pytest.approx(float(one @ vector), abs=1e-5)
+    for wrong in ([[1, 7, 2]], [None], 5):
+        with pytest.raises(RequestError, match="a text or a list of texts"):
+            llm.score("fox", wrong)
     with pytest.raises(RequestError, match="2 and 4 texts"):
         llm.score(TEXTS[:2], TEXTS)
     with pytest.raises(RequestError, match="no classification head"):
         llm.classify("fox")
+
+
+def test_scores_put_the_default_prompt_before_texts(tmp_path: Path) -> None:
+    encoder(tmp_path, "bert")
+    write(tmp_path / "config_sentence_transformers.json",
+          {"prompts": {"query": "the old "}, "default_prompt_name": "query"})  # fmt: skip
+    llm = LLM(str(tmp_path), **SETTINGS)
+    one, other = (np.array(each.outputs.embedding) for each in llm.embed(["fox", "dog barks"]))
+    (own,) = llm.score("fox", "dog barks")
+    assert own.score == pytest.approx(float(one @ other), abs=1e-5)
+    assert own.num_prompt_tokens == len(llm.get_tokenizer().encode("the old fox")) + len(
+        llm.get_tokenizer().encode("the old dog barks")
+    )
 
 
 def late_vectors(model: Any, hub: Any, text: str, weight: Tensor) -> Tensor:
