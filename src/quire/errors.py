@@ -194,3 +194,12 @@ def require_nixl() -> str:
         f"transport=nixl needs the package nixl-cu12, or nixl-cu13: {installing('nixl')}",
         "transport",
     )
+
+
+def generates_nothing_error() -> RequestError:
+    """Returns the error for a request of new tokens from an encoder."""
+    return RequestError(
+        "this model is an encoder and generates no text: use /v1/embeddings, /score, /rerank or "
+        "/classify",
+        code="model_generates_nothing",
+    )

@@ -37,7 +37,7 @@ from quire.engine.loop.prompts import (
 )
 from quire.engine.loop.terminal import interrupts_held, request_bar
 from quire.engine.loop.text_scores import classify_all, paired, score_all
-from quire.errors import RequestError, integer
+from quire.errors import RequestError, generates_nothing_error, integer
 from quire.features.call import PromptInputs, PromptReader, split_options
 from quire.outputs import (
     ClassificationRequestOutput,
@@ -180,6 +180,8 @@ class LLM:
         Raises:
             RequestError, KeyboardInterrupt, EngineDeadError: as `generate`.
         """
+        if self.config.encoder:
+            raise generates_nothing_error()
         variables = {**({"tools": tools} if tools else {}), **(chat_template_kwargs or {})}
         prompts = chat_prompts(
             self.get_tokenizer(), messages, add_generation_prompt, chat_template, variables

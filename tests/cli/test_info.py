@@ -128,3 +128,16 @@ def test_info_lists_weights_and_kv_per_rank(tmp_path: Path) -> None:
     assert found["2 stages of 1 rank"] == "0.06 GB of weights, 1.3 KB of KV a token"
     assert found["2 stages of 2 ranks"] == "0.03 GB of weights, 0.6 KB of KV a token"
     assert not any("whole experts" in name for name in found)
+
+
+def test_encoders_keep_no_kv(tmp_path: Path) -> None:
+    config = {"architectures": ["BertModel"], "vocab_size": 100, "hidden_size": 64,
+              "intermediate_size": 96, "num_hidden_layers": 2,
+              "num_attention_heads": 4}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = info(str(tmp_path), "--kv-cache-gb", "1")
+    assert found["model"]["attention"] == "4 heads of 16, in both directions"
+    assert found["model"]["kv_groups"] == []
+    assert found["model"]["kv_tokens_estimate"] is None
+    assert found["ranks"]["4 ranks"] == "0.00 GB of weights"
+    assert [*found["ranks"]] == ["1 rank", "2 ranks", "4 ranks", "8 ranks"]

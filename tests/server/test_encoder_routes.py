@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.features.pooling.encoders import change_config, encoder
+from quire.cli.serve import sample_request
+from quire.llm import LLM
+from tests.features.pooling.encoders import SETTINGS, change_config, encoder
 from tests.server.server_process import Server, start_server
 
 TEXTS = ["the fox sleeps", "a dog barks at night", "once upon a time there was a king"]
@@ -96,6 +98,16 @@ def test_what_an_embedder_refuses(embedder: Server) -> None:
     answer = post(embedder, "/v1/completions", prompt="fox", max_tokens=3)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "model_generates_nothing"
+    messages = [{"role": "user", "content": "fox"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/responses", {"input": "fox"}),
+        ("/v1/messages", {"model": "tiny", "messages": messages, "max_tokens": 3}),
+        ("/generate", {"prompt": "fox"}),
+    ):
+        answer = post(embedder, path, **body)
+        assert answer.status_code == 400, path
+        assert "is an encoder and generates no text" in answer.text, path
     assert post(embedder, "/classify", input="fox").status_code == 404
     answer = post(embedder, "/v1/embeddings", input="fox", prompt_name="query")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_name")
@@ -144,3 +156,12 @@ def test_classes(classifier: Server, folders: dict[str, Any]) -> None:
     assert refused.json()["error"]["code"] == "model_gives_no_scores"
     assert post(classifier, "/classify").json()["error"]["param"] == "input"
     assert classifier.metric('quire_requests_finished_total{reason="stop"}') >= 4
+
+
+def test_the_request_that_the_command_shows(
+    embedder: Server, reranker: Server, classifier: Server, folders: dict[str, Any]
+) -> None:
+    for case, server in zip(folders, (embedder, reranker, classifier), strict=True):
+        path, body = sample_request(LLM(str(folders[case][0]), **SETTINGS).config)
+        assert f"{server.url}{path}" in "".join(server.output)
+        ask(server, path, **body)

@@ -22,8 +22,10 @@ from quire.engine.builder import resolve
 from quire.engine.ranks.ranks import has_experts, model_of_rank, obstacle
 from quire.layers.expert_weights import ExpertLinear
 from quire.layers.linear import Linear
+from quire.layers.segment_attention import SegmentAttentionSpec
 from quire.models import (
     Decoder,
+    Encoder,
     build_model,
     load_config,
     model_quantization,
@@ -60,7 +62,8 @@ def ranks_section(config: EngineConfig) -> dict[str, str]:
         total = torch.cuda.get_device_properties(torch.device(config.device)).total_memory
         memory = total * config.args.gpu_memory_utilization
     ways = [(1, world, whole) for world in _SIZES for whole in (False, True)]
-    ways += [(*way, False) for way in _STAGES]
+    if not config.encoder:  # An encoder's layers are on one stage.
+        ways += [(*way, False) for way in _STAGES]
     found = {}
     for stages, world, whole in ways:
         if whole and (world == 1 or not has_experts(spec)):
@@ -90,7 +93,11 @@ def _name(stages: int, world: int, whole: bool) -> str:
 
 
 def _held(
-    model: Decoder, stages: list[range], block_size: int, stored: KVFormat, memory: float | None
+    model: Decoder | Encoder,
+    stages: list[range],
+    block_size: int,
+    stored: KVFormat,
+    memory: float | None,
 ) -> str:
     """Describes the stage with the most weights, and the room of the one that has the least."""
     tokens = dict.fromkeys(range(len(model.layers)), 0)
@@ -105,7 +112,10 @@ def _held(
         sizes = [sum(parameter.nbytes for parameter in model.parameters())]
     kv = [sum(tokens[index] for index in own) for own in stages]
     weights, token = max(zip(sizes, kv, strict=True))
-    told = f"{weights / 1e9:,.2f} GB of weights, {token / 1e3:,.1f} KB of KV a token"
+    told = f"{weights / 1e9:,.2f} GB of weights"
+    if isinstance(model, Encoder):  # It keeps no KV.
+        return told
+    told += f", {token / 1e3:,.1f} KB of KV a token"
     if memory is None:
         return told
     rooms = [max(0.0, memory - size) // max(1, own) for size, own in zip(sizes, kv, strict=True)]
@@ -199,11 +209,13 @@ def model_section(config: EngineConfig) -> Section:
         "vocab_size": spec.vocab_size,
         "parameters": parameters,
         "weight_bytes": weight_bytes,
-        "kv_groups": [_group(group) for group in groups],
+        "kv_groups": [_group(group) for group in groups if group.block_bytes],
         "kv_bytes_per_token": kept,
         "window_bytes_per_request": windows,
         "state_bytes_per_request": states,
-        "kv_tokens_estimate": None if capacity is None else int(capacity // per_token),
+        "kv_tokens_estimate": None
+        if capacity is None or not per_token
+        else int(capacity // per_token),
     }
 
 
@@ -212,6 +224,8 @@ def _attention(layer: LayerSpec) -> str:
     mixer: Any = layer.mixer
     if hasattr(mixer, "kv_heads"):
         return f"{mixer.heads} heads, {mixer.kv_heads} KV heads of {mixer.head_dim}"
+    if isinstance(mixer, SegmentAttentionSpec):
+        return f"{mixer.heads} heads of {mixer.head_dim}, in both directions"
     if hasattr(mixer, "rank"):
         return f"{mixer.heads} heads on latents of {mixer.rank} + {mixer.width - mixer.rank}"
     return ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from quire.cli.progress import progress_bar
 from quire.cli.settings import with_settings
-from quire.config import EngineArgs
+from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError, ModelError
 from quire.server.args import ServerArgs
 
@@ -37,10 +38,10 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
         run_node(engine)
         return
 
-    def on_ready(url: str, model: str) -> None:
+    def on_ready(url: str, model: str, config: EngineConfig) -> None:
         asks = server.api_key or server.api_key_file
         key = ' -H "Authorization: Bearer $KEY"' if asks else ""
-        body = {"prompt": "One day, a little fox", "max_tokens": 100, "stream": True}
+        path, body = sample_request(config)
         typer.echo(f"Serving {model} at {url}. Ctrl-C stops it.\n")
         for address in reachable_urls(url, server.host):
             typer.echo(f"Other machines may reach it at {address}.\n")
@@ -49,7 +50,7 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
         elif server.playground:
             typer.echo(f"Open {url} in a browser, or in another terminal:\n")
         typer.echo(
-            f"  curl -N {url}/generate -H 'Content-Type: application/json'{key} \\\n"
+            f"  curl -N {url}{path} -H 'Content-Type: application/json'{key} \\\n"
             f"    -d '{json.dumps(body)}'\n"
         )
 
@@ -81,3 +82,14 @@ def check_folder(engine: EngineArgs) -> None:
     spec_from_config(load_config(path))
     if engine.load_format != "dummy":
         weight_files(path)
+
+
+def sample_request(config: EngineConfig) -> tuple[str, dict[str, Any]]:
+    """Returns the route and the body of a request that any model of this kind answers."""
+    text = "One day, a little fox"
+    if config.task == "generate":
+        return "/generate", {"prompt": text, "max_tokens": 100, "stream": True}
+    if config.task == "classify" and len(config.labels) == 1:
+        return "/score", {"text_1": "Who met the owl?", "text_2": [text]}
+    routes = {"embed": "/v1/embeddings", "tokens": "/pooling", "classify": "/classify"}
+    return routes[config.task], {"input": text}

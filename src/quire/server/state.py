@@ -20,7 +20,7 @@ from starlette.requests import HTTPConnection
 
 from quire import __version__
 from quire.engine.processes import stuck_limit
-from quire.errors import ConfigError, EngineDeadError, RequestError
+from quire.errors import ConfigError, EngineDeadError, RequestError, generates_nothing_error
 from quire.features.call import UNREADY, NamedModels, RequestField
 from quire.features.registry import installed_features
 from quire.features.spec import resolve
@@ -290,6 +290,14 @@ class ServerState:
                 param="model",
                 code="model_not_found",
             )
+
+    def check_generates(self) -> None:
+        """Raises RequestError if the model is an encoder.
+
+        Routes call it before they look for the chat template, which an encoder lacks anyway.
+        """
+        if self.client.config.encoder:
+            raise generates_nothing_error()
 
     def tokenizer(self, param: str) -> Tokenizer:
         """Returns the tokenizer.

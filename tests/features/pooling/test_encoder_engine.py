@@ -203,10 +203,26 @@ def test_scores_of_vectors(tmp_path: Path) -> None:
     one, *others = (np.array(each.outputs.embedding) for each in llm.embed(["fox", *TEXTS]))
     for own, vector in zip(llm.score("fox", TEXTS), others, strict=True):
         assert own.score == pytest.approx(float(one @ vector), abs=1e-5)
+    for wrong in ([[1, 7, 2]], [None], 5):
+        with pytest.raises(RequestError, match="a text or a list of texts"):
+            llm.score("fox", wrong)
     with pytest.raises(RequestError, match="2 and 4 texts"):
         llm.score(TEXTS[:2], TEXTS)
     with pytest.raises(RequestError, match="no classification head"):
         llm.classify("fox")
+
+
+def test_scores_put_the_default_prompt_before_texts(tmp_path: Path) -> None:
+    encoder(tmp_path, "bert")
+    write(tmp_path / "config_sentence_transformers.json",
+          {"prompts": {"query": "the old "}, "default_prompt_name": "query"})  # fmt: skip
+    llm = LLM(str(tmp_path), **SETTINGS)
+    one, other = (np.array(each.outputs.embedding) for each in llm.embed(["fox", "dog barks"]))
+    (own,) = llm.score("fox", "dog barks")
+    assert own.score == pytest.approx(float(one @ other), abs=1e-5)
+    assert own.num_prompt_tokens == len(llm.get_tokenizer().encode("the old fox")) + len(
+        llm.get_tokenizer().encode("the old dog barks")
+    )
 
 
 def late_vectors(model: Any, hub: Any, text: str, weight: Tensor) -> Tensor:
@@ -269,6 +285,8 @@ def test_nothing_is_generated(tmp_path: Path) -> None:
         llm.generate("fox", SamplingParams(max_tokens=3))
     with pytest.raises(RequestError, match="generates no text"):
         llm.generate("fox", SamplingParams(max_tokens=3, logprobs=2))
+    with pytest.raises(RequestError, match="generates no text"):
+        llm.chat([{"role": "user", "content": "fox"}])
     assert len(llm.embed("fox")) == 1
 
 
@@ -302,12 +320,51 @@ def test_settings_without_a_meaning(settings: dict[str, Any], param: str, tmp_pa
         ("modules.json", [{"type": "sentence_transformers.models.WordWeights", "path": ""}],
          "WordWeights"),
         ("modules.json", [{"type": "x.Dense", "path": "../2_Dense"}], "outside"),
+        ("modules.json", [{"type": "x.Pooling", "path": "a" * 5000}], "outside"),
+        ("modules.json", [{"type": "x.Pooling", "path": "a\0b"}], "outside"),
+        ("modules.json", [{"type": "x.Dense", "path": ""}, {"type": "x.Pooling", "path": ""}],
+         "in this order"),
+        ("modules.json", [{"type": "x.Normalize", "path": ""}, {"type": "x.Dense", "path": ""}],
+         "in this order"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+        ("config_sentence_transformers.json", {"default_prompt_name": []}, "none of its"),
         ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "none of its"),
     ],
 )  # fmt: skip
 def test_files_that_are_not_supported(file: str, content: Any, match: str, tmp_path: Path) -> None:
     encoder(tmp_path, "bert")
     write(tmp_path / file, content)
+    # The Dense modules of these cases have their settings in the model's own config.json.
+    change_config(tmp_path, in_features=48, out_features=48)
     with pytest.raises(ModelError, match=match):
         LLM(str(tmp_path), **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id2label": None, "num_labels": 2**31 - 1},
+        {"problem_type": ["regression"]},
+        {"sentence_transformers": {"activation_fn": 5}},
+        {"sbert_ce_default_activation_function": ["Sigmoid"]},
+    ],
+)
+def test_heads_that_are_not_supported(changes: dict[str, Any], tmp_path: Path) -> None:
+    encoder(tmp_path, "bert-score")
+    change_config(tmp_path, **changes)
+    with pytest.raises(ModelError, match=r"num_labels|problem_type|activation_fn"):
+        LLM(str(tmp_path), **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [({"out_features": 10**15}, "integers from 1"), ({"use_residual": True}, "use_residual")],
+)
+def test_products_that_are_not_supported(
+    changes: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    encoder(tmp_path, "bert")
+    modules(tmp_path, ("Dense", "1_Dense"))
+    write(tmp_path / "1_Dense" / "config.json", {"in_features": 48, "out_features": 20, **changes})
+    with pytest.raises(ModelError, match=match):
+        LLM(str(tmp_path), load_format="dummy", **SETTINGS)

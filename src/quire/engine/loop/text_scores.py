@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from quire.engine.loop.embedding import (
     finish,
     pooling_of,
     run_pooled,
+    with_prompt,
 )
 from quire.engine.loop.prompts import Prompt, prompt_ids, read_prompt
 from quire.engine.loop.scoring import (
@@ -107,7 +108,7 @@ def _similarities(
     params = PoolingParams()
     kind = pooling_of(params, core.config)
     texts = dict.fromkeys(text for pair in pairs.values() for text in pair)
-    ids = encode_texts(tokenizer, list(texts))
+    ids = encode_texts(tokenizer, [with_prompt(text, params, core.config) for text in texts])
     checked = [prompt_ids(own, NO_TOKENS, core.config, tokenizer) for own in ids]
     base = next(iter(pairs), "")
     names = {text: f"{base}.{index}" for index, text in enumerate(texts)}
@@ -126,10 +127,9 @@ def paired(first: str | Sequence[str], second: str | Sequence[str]) -> list[tupl
     """Returns pairs of texts; one first text belongs to all second ones.
 
     Raises:
-        RequestError: the numbers of texts do not match.
+        RequestError: the numbers of texts do not match, or something is no text.
     """
-    left = [first] if isinstance(first, str) else list(first)
-    right = [second] if isinstance(second, str) else list(second)
+    left, right = _texts("data_1", first), _texts("data_2", second)
     if len(left) == 1:
         left *= len(right)
     if len(left) != len(right) or not left:
@@ -138,3 +138,13 @@ def paired(first: str | Sequence[str], second: str | Sequence[str]) -> list[tupl
             "data_1",
         )
     return list(zip(left, right, strict=True))
+
+
+def _texts(name: str, given: str | Sequence[str]) -> list[str]:
+    """Returns one text or several as a list."""
+    if isinstance(given, str):
+        return [given]
+    texts = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError("scores need a text or a list of texts, not token ids", name)
+    return texts

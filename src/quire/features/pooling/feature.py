@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.arrays import int32
 from quire.config import EngineConfig
-from quire.errors import RequestError
+from quire.errors import RequestError, generates_nothing_error
 from quire.executor import Capacity, Executor
 from quire.features.call import RequestField
 from quire.features.loop_feature import LoopFeature
@@ -106,13 +106,7 @@ class EncoderFeature(PoolingFeature):
         self._second: dict[str, int] = {}
 
     def admit(self, request: Request) -> RequestError | None:
-        if request.pooling is not None:
-            return None
-        return RequestError(
-            "this model is an encoder and generates no text: use /v1/embeddings, /score, /rerank "
-            "or /classify",
-            code="model_generates_nothing",
-        )
+        return generates_nothing_error() if request.pooling is None else None
 
     def fields(self) -> Mapping[RequestField[Any], Callable[[str, Any], None]]:
         return {SECOND_TEXT: self._set_second}

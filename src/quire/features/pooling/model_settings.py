@@ -68,19 +68,16 @@ def _classes(spec: EncoderSpec, hf_config: dict[str, Any]) -> dict[str, Any]:
     count, given = spec.classifier.classes, hf_config.get("id2label")
     named = given if isinstance(given, dict) else {}
     labels = tuple(str(named.get(str(index), f"LABEL_{index}")) for index in range(count))
-    problem = hf_config.get("problem_type")
-    known = {
-        None: "sigmoid" if count == 1 else "softmax",
+    usual = "multi_label_classification" if count == 1 else "single_label_classification"
+    problems = {
         "regression": "identity",
         "single_label_classification": "softmax",
         "multi_label_classification": "sigmoid",
     }
-    if problem not in known:
-        raise ModelError(f"config.json: problem_type {problem!r} is not supported")
     return {
         "task": "classify",
         "labels": labels,
-        "class_activation": known[problem],
+        "class_activation": settings.choice(hf_config, "problem_type", problems, usual),
         "score_activation": _score_activation(hf_config),
     }
 
@@ -92,7 +89,7 @@ def _score_activation(hf_config: dict[str, Any]) -> str:
     name = nested or hf_config.get("sbert_ce_default_activation_function") or "Sigmoid"
     kinds = {"Sigmoid": "sigmoid", "Identity": "identity"}
     return str(
-        settings.choice({"activation_fn": name.rpartition(".")[2]}, "activation_fn", kinds, "")
+        settings.choice({"activation_fn": str(name).rpartition(".")[2]}, "activation_fn", kinds, "")
     )
 
 

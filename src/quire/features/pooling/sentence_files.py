@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 from quire.errors import ModelError
 from quire.models.config import load_config, load_json
+from quire.models.families.settings import MOST_FEATURES
 from quire.pooling_params import POOLINGS, Pooling
 
 DenseActivation = Literal["identity", "tanh", "gelu", "relu"]
@@ -19,6 +20,8 @@ _MODES: dict[str, Pooling] = {
     "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "last",
 }
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+"""Kinds of modules in the only order that is supported. Each may be missing or repeated."""
 _LAST_TOKEN: dict[str, Pooling] = {"lasttoken": "last"}
 _ACTIVATIONS: dict[str, DenseActivation] = {
     "Identity": "identity", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu",
@@ -97,16 +100,32 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     found = []
     for each in given:
         kind = str(each.get("type")).rpartition(".")[2]
-        if kind not in ("Transformer", "Pooling", "Dense", "Normalize"):
+        if kind not in _ORDER:
             raise ModelError(
                 f"{file}: a module of type {each.get('type')!r} is not supported; expected one of: "
-                "Transformer, Pooling, Dense, Normalize"
+                f"{', '.join(_ORDER)}"
             )
-        path = (folder / str(each.get("path", ""))).resolve()
-        if not path.is_relative_to(folder.resolve()):
+        path = _inside(folder, str(each.get("path", "")))
+        if path is None:
             raise ModelError(f"{file}: the path {each.get('path')!r} is outside of the folder")
         found.append((kind, path))
+    kinds = [kind for kind, _ in found]
+    if kinds != sorted(kinds, key=_ORDER.index):
+        raise ModelError(
+            f"{file}: the modules {', '.join(kinds)} are not supported in this order; expected: "
+            f"{', '.join(_ORDER)}"
+        )
     return found
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """Returns the path of a module's folder, or None if it is outside of the model's folder."""
+    try:
+        path = (folder / name).resolve()
+        path.exists()
+    except (OSError, ValueError):  # The name is too long, or holds a null character.
+        return None
+    return path if path.is_relative_to(folder.resolve()) else None
 
 
 def _pooling(path: Path, prompts: bool) -> Pooling | None:
@@ -135,8 +154,13 @@ def _dense(path: Path) -> DenseModule:
     config = load_config(path)
     sizes = config.get("in_features"), config.get("out_features")
     activation = str(config.get("activation_function", "Identity")).rpartition(".")[2]
-    if not all(type(size) is int and size > 0 for size in sizes) or config.get("use_residual"):
-        raise ModelError(f"{path}/config.json: not a product of in_features and out_features")
+    if not all(type(size) is int and 0 < size <= MOST_FEATURES for size in sizes):
+        raise ModelError(
+            f"{path}/config.json: in_features and out_features must be integers from 1 to "
+            f"{MOST_FEATURES}, got {sizes[0]!r} and {sizes[1]!r}"
+        )
+    if config.get("use_residual"):
+        raise ModelError(f"{path}/config.json: use_residual is not supported")
     if activation not in _ACTIVATIONS:
         raise ModelError(
             f"{path}/config.json: activation_function {activation!r} is not supported; expected "
@@ -166,6 +190,6 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise ModelError(f"{folder / file}: prompts must be texts by name")
     default = config.get("default_prompt_name")
-    if default is not None and default not in prompts:
+    if default is not None and (not isinstance(default, str) or default not in prompts):
         raise ModelError(f"{folder / file}: default_prompt_name {default!r} is none of its prompts")
     return prompts, default

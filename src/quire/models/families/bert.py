@@ -111,7 +111,9 @@ def classes(config: Mapping[str, Any]) -> int:
     """Returns the number of outputs of a classification head."""
     labels = config.get("id2label")
     count = len(labels) if isinstance(labels, Mapping) and labels else None
-    return settings.integer(config, "num_labels", 2 if count is None else count)
+    return settings.integer(
+        config, "num_labels", 2 if count is None else count, high=settings.MOST_CLASSES
+    )
 
 
 def _spec(config: Mapping[str, Any]) -> EncoderSpec:

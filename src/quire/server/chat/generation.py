@@ -51,6 +51,7 @@ async def prepare(
     Raises:
         ApiError, RequestError: a field is invalid; the error names it.
     """
+    state.check_generates()
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
     parts = await load_parts(state, dialogue.parts, context)

@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from quire.config import EngineArgs
+from quire.config import EngineArgs, EngineConfig
 from quire.engine.process.client import EngineClient
 from quire.errors import ConfigError
 from quire.server.apis.batch.service import open_store
@@ -28,7 +28,7 @@ from quire.server.process.uvicorn_server import serve
 
 logger = logging.getLogger("quire.server")
 
-OnReady = Callable[[str, str], None]
+OnReady = Callable[[str, str, EngineConfig], None]
 """Called with the server's URL and the model's name once requests are answered."""
 
 
@@ -45,7 +45,7 @@ def run_server(
     A second signal ends it at once.
 
     Args:
-        on_ready: called once the server answers requests.
+        on_ready: called with the URL, the model's name and the settings once the server answers.
         on_progress: called with the progress of the engine's start.
 
     Raises:
@@ -110,7 +110,9 @@ async def _serve(
             for sock in sockets[1:]:
                 logger.info("Ollama's API is at %s too", url_of(sock, server_args))
             if on_ready is not None:
-                on_ready(url_of(sockets[0], server_args), app.state.server.model_name)
+                on_ready(
+                    url_of(sockets[0], server_args), app.state.server.model_name, client.config
+                )
 
         if server_args.api_workers == 1:
             await serve(app, sockets, tls, server_args, ready)

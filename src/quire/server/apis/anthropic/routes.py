@@ -53,6 +53,7 @@ async def create_message(request: Request) -> Response:
 
 async def _answer(request: Request, body: MessagesRequest) -> Response:
     state = state_of(request)
+    state.check_generates()
     dialogue = await asyncio.to_thread(dialogue_of, state, body)
     prepared = await prepare(state, dialogue, context_of(request))
     reply: ChatGeneration | BudgetedChatGeneration = prepared

@@ -151,6 +151,8 @@ def _names(request: Request, state: ServerState) -> list[str]:
 
 
 def _capabilities(state: ServerState) -> list[str]:
+    if state.client.config.encoder:
+        return ["embedding"]
     found = ["completion"]
     if state.client.config.images:
         found.append("vision")

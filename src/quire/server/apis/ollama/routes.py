@@ -41,6 +41,7 @@ from quire.server.apis.ollama.protocol import (
 from quire.server.apis.openai.completions import charge
 from quire.server.apis.openai.fim import infill
 from quire.server.apis.route import Handler, Route
+from quire.server.apis.scoring.embeddings import check_pooled
 from quire.server.apis.scoring.vectors import VectorFields, usage_of, vectors_of
 from quire.server.chat.choice_parser import plain_events
 from quire.server.chat.dialogue import ChatEvent
@@ -195,6 +196,7 @@ async def _whole(reply: ChatGeneration | PlainGeneration, writer: AnswerWriter) 
 async def embed(request: Request) -> Response:
     began = time.perf_counter_ns()
     _, body, model = await _read(request, OllamaEmbedRequest)
+    check_pooled(request)
     texts: list[Prompt] = [body.input] if isinstance(body.input, str) else [*body.input]
     params = PoolingParams(dimensions=body.dimensions or None)
     fields = VectorFields(**({} if body.truncate is False else _TRUNCATED))
@@ -211,6 +213,7 @@ async def embed(request: Request) -> Response:
 
 async def embeddings(request: Request) -> Response:
     _, body, _ = await _read(request, OllamaEmbeddingsRequest)
+    check_pooled(request)
     if not body.prompt:
         return json_response(EmbeddingsAnswer([]))
     fields = VectorFields(**_TRUNCATED)

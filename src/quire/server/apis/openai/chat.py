@@ -133,6 +133,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatRequest, state.args.max_body_bytes)
     state.check_alive()
     state.check_model(body.model, context_of(request))
+    state.check_generates()
     tokenizer = state.tokenizer("messages")
     check_fan_out(1, max(body.n or 1, body.beam_width or 1))
     _check(body)

@@ -92,6 +92,7 @@ async def _answer(
     conversation: SocketConversation | None,
 ) -> Response:
     state = state_of(request)
+    state.check_generates()
     dialogue = await _fitted(state, body, items, context_of(request))
     if conversation is not None:
         context_of(request).fields[CONVERSATION] = conversation.id
@@ -170,6 +171,7 @@ async def compact_response(request: Request) -> Response:
     body = await read_body(request, CompactRequest, state.args.max_body_bytes)
     state.check_alive()
     state.check_model(body.model, context_of(request))
+    state.check_generates()
     items = items_of(body, store_of(request), owner_of(request))
     for choice in ("auto", "none"):
         body = body.model_copy(update={"tool_choice": choice, "text": None})

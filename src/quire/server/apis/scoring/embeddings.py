@@ -119,7 +119,7 @@ class PoolingList(msgspec.Struct):
 
 async def embeddings(request: Request) -> Response:
     _, body = await read_fields(request, EmbeddingRequest)
-    _check_pooled(request)
+    check_pooled(request)
     found = await _vectors(
         request, body, PoolingParams(dimensions=body.dimensions, prompt_name=body.prompt_name)
     )
@@ -155,7 +155,7 @@ async def pooling(request: Request) -> Response:
     return await _written(found, answer)
 
 
-def _check_pooled(request: Request) -> None:
+def check_pooled(request: Request) -> None:
     """Refuses embeddings of a model that has a vector for each token."""
     if state_of(request).client.config.task == "tokens":
         raise ApiError(
