@@ -33,7 +33,7 @@ def test_the_origin_of_tiles_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "deterministic" in str(_expert_tiles(config(model, deterministic=True)))
     assert "rules" in str(_expert_tiles(config(model, eager=True)))
     assert "Card X: 0 in" in str(_expert_tiles(config(model)))
-    path = plan.store("Card X", {"key": ExpertsPlan("gemv", Tile(1, 4, 64), Tile(1, 4, 64))})
+    path = plan.PLANS.keep("Card X", {"key": ExpertsPlan("gemv", Tile(1, 4, 64), Tile(1, 4, 64))})
     assert list(json.loads(path.read_text())["entries"]) == ["key"]
     assert f"Card X: 1 in {path}" in str(_expert_tiles(config(model)))
     dense = next(p.name for p in sorted(CONFIGS.iterdir()) if p.name.startswith("qwen3-8b"))

@@ -143,9 +143,9 @@ class Replays(Graphs):
     """A stand-in for graphs on a CPU: a replay runs the program again, with its padded sizes. A CPU
     program cannot wait for masks, so a head without its masks counts as not captured."""
 
-    def __init__(self, device: torch.device, limits: Limits) -> None:
+    def __init__(self, device: torch.device, limits: Limits, buckets: Buckets) -> None:
         self._limits = limits
-        self._buckets = Buckets(limits)
+        self._buckets = buckets
 
         self._works: dict[Any, Callable[[bool], None]] = {}
         self._used: Counter[Any] = Counter()

@@ -18,7 +18,7 @@ from quire.tools.bench.online import load
 from quire.tools.bench.online.client import Answer
 from quire.tools.bench.online.drive import Server, drive, processes_for
 from quire.tools.bench.online.sweep import (
-    Plan,
+    SweepPlan,
     failures,
     highest_rate,
     parse_aims,
@@ -137,16 +137,16 @@ def test_arrivals() -> None:
 
 def test_the_times_of_a_trace_are_scaled_to_a_rate() -> None:
     trace = chat_trace(50)
-    at = Plan(trace=trace, rate=2 * trace.rate).send_at(50, 0)
+    at = SweepPlan(trace=trace, rate=2 * trace.rate).send_at(50, 0)
     assert at == pytest.approx([request.at / 2 for request in trace.requests])
-    assert Plan(trace=trace).send_at(50, 0) is None
+    assert SweepPlan(trace=trace).send_at(50, 0) is None
 
 
 def test_invalid_plans_are_refused() -> None:
     with pytest.raises(ConfigError, match="text"):
-        Plan(endpoint="chat", prompts="ids")
+        SweepPlan(endpoint="chat", prompts="ids")
     with pytest.raises(ConfigError, match="endpoint"):
-        Plan(endpoint="x")  # type: ignore[arg-type]
+        SweepPlan(endpoint="x")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="as text"):
         load.body(load.Ask([1], 1), "m", "chat", {})
 

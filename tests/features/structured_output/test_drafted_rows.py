@@ -141,7 +141,9 @@ def test_each_draft_of_a_gated_row_has_a_mask(built: Built, depth: int) -> None:
         max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, steps_in_flight=depth
     )
     config = SimpleNamespace(
-        args=SimpleNamespace(seed=0, trace_dir=None), scheduler=scheduler, encoder=False
+        args=SimpleNamespace(seed=0, trace_dir=None, logprobs_mode="raw_logprobs"),
+        scheduler=scheduler,
+        encoder=False,
     )
     core = EngineCore(config, executor, [Claims()], [grammars])  # type: ignore[arg-type]
     asked = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a*"))
