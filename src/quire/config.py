@@ -429,6 +429,7 @@ class EngineConfig:
         prompts: texts before inputs, by name.
         default_prompt: name of the prompt of requests that name none, or None.
         images: whether prompts may have images.
+        experts_per_token: number of a token's experts in all layers, if requests may return them.
     """
 
     args: EngineArgs  # a module that makes a type of this one imports `EngineArgs` as well
@@ -453,6 +454,7 @@ class EngineConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     images: bool = False
+    experts_per_token: int = 0
 
     @property
     def encoder(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replace_params
 
+from quire.config import EngineArgs, EngineConfig
+from quire.engine.builder import resolve
+from quire.sampling_params import SamplingParams
+from quire.server.apis.openai.convert import MAX_EXPERT_BYTES, check_routed_experts
+from quire.server.errors import ApiError
 from tests.models.checkpoints import make
 from tests.server.server_process import MODEL, start_server
 
@@ -57,3 +64,31 @@ def test_answers_and_streams(oracle: tuple[Path, Any]) -> None:
         experts({"routed_experts": arrays[-1]}), experts(answer["choices"][0])
     )
     server.stop()
+
+
+def config_of(folder: Path, **settings: Any) -> EngineConfig:
+    return resolve(EngineArgs(model=str(folder), skip_tokenizer_init=True, **settings))
+
+
+def test_sizes_are_bounded(oracle: tuple[Path, Any]) -> None:
+    """Experts of long prompts do not fill the server's memory."""
+    folder, model = oracle
+    config = config_of(folder, enable_return_routed_experts=True)
+    text = model.config
+    assert config.experts_per_token == text.num_hidden_layers * text.num_experts_per_tok
+    assert config_of(folder).experts_per_token == 0
+    most = MAX_EXPERT_BYTES // (2 * config.experts_per_token)
+    scheduler = replace(config.scheduler, max_model_len=most)
+    config = replace(config, scheduler=scheduler)
+    one = SamplingParams(return_routed_experts=True, max_tokens=10)
+    check_routed_experts(config, one, [most])
+    check_routed_experts(config, replace_params(one, n=4), [most // 4 - 10])
+    check_routed_experts(config, replace_params(one, return_routed_experts=False), [most] * 9)
+    for params, prompts in [
+        (one, [most // 2 - 5, most // 2 - 5]),
+        (replace_params(one, n=2), [most // 2]),
+        (replace_params(one, n=2, max_tokens=None), [1]),
+    ]:
+        with pytest.raises(ApiError, match="lower 'max_tokens' or 'n'") as caught:
+            check_routed_experts(config, params, [*prompts, 11])
+        assert caught.value.param == "return_routed_experts"

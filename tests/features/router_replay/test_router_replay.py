@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.arrays import int32
+from quire.engine.loop.output import completion_readers
 from quire.errors import ConfigError, RequestError
+from quire.plan import ChosenExperts
 from tests.models.checkpoints import make
 from tests.slow import slow
 
@@ -92,6 +95,38 @@ def test_prefix_hits_and_siblings(model: tuple[Path, Any], opened: list[LLM]) ->
     (output,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4), False)
     assert output.num_cached_tokens > 0
     assert output.outputs[0].routed_experts is None
+
+
+def test_siblings_after_a_change_of_weights(model: tuple[Path, Any], opened: list[LLM]) -> None:
+    """Experts that a prompt had under earlier weights are not those of the new weights."""
+    core = open_llm(model[0], opened)._core
+    params = SamplingParams(max_tokens=8, ignore_eos=True, n=3, return_routed_experts=True)
+    requests = core.add("a", int32(PROMPTS[0]), params, max_total=len(PROMPTS[0]) + 8)
+    other = SamplingParams(max_tokens=2, ignore_eos=True)
+    while min(request.num_output_tokens for request in requests) < 2:
+        core.step()
+    core.scheduler.change_weights("1" * 32, retract=True)
+    core.add("b", int32(PROMPTS[0]), other, max_total=len(PROMPTS[0]) + 2)
+    seen: dict[str, set[int]] = {request.request_id: set() for request in requests}
+    while core.has_work():
+        for item in core.step() or ():
+            if item.experts is not None:
+                seen[item.request.request_id] |= set(item.experts.positions.tolist())
+    assert all(set(range(len(PROMPTS[0]))) <= positions for positions in seen.values())
+
+
+def test_aborted_in_the_prompt() -> None:
+    """The array has a line for each token, also for tokens that no step has computed."""
+    params = SamplingParams(return_routed_experts=True)
+    (reader,) = completion_readers(PROMPTS[0], params, None)
+    reader.feed_experts(
+        ChosenExperts(int32([0, 0]), int32([0, 1]), np.ones((2, 3, 2), dtype=np.int16))
+    )
+    experts = reader.feed([], finish_reason="abort").routed_experts
+    assert experts is not None
+    assert experts.shape == (len(PROMPTS[0]) - 1, 3, 2)
+    assert (experts[:2] == 1).all()
+    assert (experts[2:] == -1).all()
 
 
 def test_refusals(model: tuple[Path, Any], opened: list[LLM], tmp_path: Path) -> None:

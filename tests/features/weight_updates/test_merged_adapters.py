@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,3 +44,39 @@ def test_a_merged_adapter(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="call unmerge_adapter"):
         list(merged_weights(adapted))
     llm.shutdown()
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({}, None),
+    ],
+    ids=["dora", "bias", "whole-modules", "embeddings"],
+)
+def test_kinds_of_adapters(tmp_path: Path, fields: dict[str, Any], error: str | None) -> None:
+    """All weights that an adapter changes are there, or the adapter is refused."""
+    import peft
+
+    oracle = make(tmp_path / "model", "llama")
+    config = peft.LoraConfig(r=4, target_modules=["o_proj", "embed_tokens"][: 1 + (error is None)])
+    for name, value in fields.items():
+        setattr(config, name, value)
+    model = peft.get_peft_model(oracle, config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    if error is not None:
+        with pytest.raises(ValueError, match=error):
+            list(merged_weights(model))
+        return
+    found = dict(merged_weights(model))
+    model.merge_adapter()
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
+    assert len(found) == len(layers)
+    for name, layer in layers.items():
+        merged = found[f"{name.removeprefix('base_model.model.')}.weight"]
+        torch.testing.assert_close(merged, layer.base_layer.weight.detach())

@@ -268,7 +268,10 @@ class ExpertsByPosition:
         """Returns the experts of the first tokens; -1 for a token that has none."""
         if self._leader is not None and not len(self._ids):
             return self._leader.first(count)
-        return self._ids[:count].copy()
+        found = np.full((count, *self._ids.shape[1:]), -1, dtype=np.int16)
+        known = self._ids[:count]
+        found[: len(known)] = known
+        return found
 
 
 def logprob_dicts(logprobs: Logprobs, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:

@@ -16,6 +16,7 @@ FEATURE = FeatureSpec(
     enabled=lambda args: args.enable_return_routed_experts,
     requested=lambda params, options: params.return_routed_experts,
     check=f"{_HERE}.args:check_settings",
+    config=f"{_HERE}.args:count_experts",
     whole_steps="enable_return_routed_experts: routers write the experts of whole steps",
     loop=f"{_HERE}.feature:RouterReplay",
     hook=f"{_HERE}.hook:open_hook",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config import FeatureArgs, setting
@@ -32,6 +33,23 @@ def _experts_of(layer: LayerSpec) -> ExpertsSpec | None:
     """Returns a layer's experts, which a dense part may accompany; None for a layer without."""
     ffn: Any = layer.ffn
     return ffn if hasattr(ffn, "routing") else getattr(ffn, "experts", None)
+
+
+def count_experts(args: EngineArgs, folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns `EngineConfig.experts_per_token`; 0 without the setting.
+
+    Args:
+        args: the engine's settings.
+        folder: the model's folder.
+        hf_config: the model's config.json.
+    """
+    if not RouterReplayArgs.of(args).enable_return_routed_experts:
+        return {}
+    # Imported here because it imports torch, and API processes read this module.
+    from quire.models import spec_from_config
+
+    layers = map(_experts_of, spec_from_config(hf_config).layers)
+    return {"experts_per_token": sum(each.routing.top_k for each in layers if each is not None)}
 
 
 def check_settings(args: EngineArgs, spec: ModelSpec, device: str) -> None:

@@ -39,13 +39,24 @@ class RouterReplay(Feature, LoopFeature):
     def reusable(self, request: Request, n: int) -> int:
         """Positions from the cache have no experts, unless this request computed them before it was
         preempted. Siblings get the experts of their prompt from the first of them."""
-        if not request.params.return_routed_experts or self._has_prompt_of(request.leader):
+        if not request.params.return_routed_experts:
             return n
-        weights, computed = self._computed.get(request.request_id, ("", 0))
-        return min(n, computed) if weights == request.weights else 0
+        if not request.num_preemptions and self._has_prompt(request.leader, request.weights):
+            return n
+        return min(n, self._computed_with(request, request.weights))
 
-    def _has_prompt_of(self, leader: Request | None) -> bool:
-        return leader is not None and (leader.generating or leader.num_output_tokens > 0)
+    def _has_prompt(self, leader: Request | None, weights: str) -> bool:
+        """Returns whether the first sibling has the experts of the prompt under these weights."""
+        if leader is None or leader.weights != weights:
+            return False
+        if leader.generating or leader.finished:
+            return leader.generating or leader.num_output_tokens > 0
+        return self._computed_with(leader, weights) >= leader.prompt_len
+
+    def _computed_with(self, request: Request, weights: str) -> int:
+        """Returns how many positions a preempted request has computed with these weights."""
+        used, computed = self._computed.get(request.request_id, ("", 0))
+        return computed if used == weights else 0
 
     def preempt(self, request: Request) -> bool:
         if request.params.return_routed_experts:

@@ -86,17 +86,37 @@ def merged_weights(model: Any, adapter: str = "default") -> Iterator[tuple[str, 
         adapter: name of the adapter in the model.
 
     Raises:
-        ValueError: adapters are merged already, or no layer has this one.
+        ValueError: adapters are merged already, no layer has this one, or it changes more than a
+            product of two matrices can.
     """
     found = False
     for name, module in model.named_modules():
-        if not hasattr(module, "get_delta_weight") or adapter not in module.lora_A:
+        whole = getattr(module, "modules_to_save", None)
+        if isinstance(whole, torch.nn.ModuleDict) and adapter in whole:
+            raise ValueError(f"{name} is trained as a whole (modules_to_save), not by the adapter")
+        if not hasattr(module, "get_delta_weight") or not _has_adapter(module, adapter):
             continue
-        if module.merged:
-            raise ValueError(f"{name} has a merged adapter; call unmerge_adapter() first")
+        _check_mergeable(name, module, adapter)
         found = True
         weight = module.base_layer.weight.detach()
         delta = module.get_delta_weight(adapter).detach()
         yield f"{name.removeprefix('base_model.model.')}.weight", weight + delta.to(weight.dtype)
     if not found:
         raise ValueError(f"no layer of the model has an adapter {adapter!r}")
+
+
+def _has_adapter(module: Any, adapter: str) -> bool:
+    return adapter in module.lora_A or adapter in module.lora_embedding_A
+
+
+def _check_mergeable(name: str, module: Any, adapter: str) -> None:
+    """Raises ValueError if a layer's weight plus the adapter's product is not the merged weight."""
+    if module.merged:
+        raise ValueError(f"{name} has a merged adapter; call unmerge_adapter() first")
+    if module.use_dora.get(adapter):
+        raise ValueError(f"{name} is trained with use_dora, which merged_weights cannot merge")
+    if getattr(module, "lora_bias", {}).get(adapter):  # PEFT has it since 0.14.
+        raise ValueError(f"{name} is trained with lora_bias, which merged_weights cannot merge")
+    weight = module.base_layer.weight
+    if not weight.is_floating_point():
+        raise ValueError(f"{name} has a quantized weight ({weight.dtype}), which cannot be merged")

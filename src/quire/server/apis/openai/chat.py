@@ -20,6 +20,7 @@ from quire.server.apis.openai.convert import (
     check_fan_out,
     check_logprobs,
     check_prompt_logprobs,
+    check_routed_experts,
     check_streaming,
     sampling_params,
     usual_room,
@@ -155,6 +156,7 @@ async def chat_completions(request: Request) -> Response:
     with rename_fields(names):
         reply = await prepare(state, dialogue, context_of(request))
     check_prompt_logprobs(len(reply.prompt_token_ids), reply.params, 1, "prompt_logprobs")
+    check_routed_experts(state.client.config, reply.params, [len(reply.prompt_token_ids)])
     model = context_of(request).model or state.model_name
     writer = ChatWriter(model, state.fingerprint, tokenizer, body, reply)
 
@@ -167,8 +169,7 @@ async def chat_completions(request: Request) -> Response:
     with rename_fields(names), blame_field("messages"):
         if not body.stream:
             answers = await unless_disconnected(request.receive, reply.whole())
-            size = entries_in(reply.prompt_logprobs or ()) + _size(answers)
-            size += sum(array_entries(reply.last_update(each.choice)) for each in answers)
+            size = entries_in(reply.prompt_logprobs or ()) + _size(answers, reply)
             envelope = await formatted(size, lambda: writer.answer(answers))
             keep(envelope)
             return json_response(envelope)
@@ -183,13 +184,17 @@ async def chat_completions(request: Request) -> Response:
         reply,
         writer.write,
         finish,
-        is_long=lambda events: are_many(_size(events)),
+        is_long=lambda events: are_many(_size(events, reply)),
         metrics=state.metrics,
     )
 
 
-def _size(parts: Sequence[ChatEvent | ChatAnswer]) -> int:
-    return sum(entries_in(part.logprobs) for part in parts if not isinstance(part, Finished))
+def _size(parts: Sequence[ChatEvent | ChatAnswer], reply: ChatGeneration) -> int:
+    """Returns the number of values that parts of a reply are written with, besides text."""
+    ends = [part.choice for part in parts if isinstance(part, (Finished, ChatAnswer))]
+    arrays = sum(array_entries(reply.last_update(choice)) for choice in ends)
+    logprobs = (entries_in(part.logprobs) for part in parts if not isinstance(part, Finished))
+    return arrays + sum(logprobs)
 
 
 def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:

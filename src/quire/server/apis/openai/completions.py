@@ -18,6 +18,7 @@ from quire.server.apis.openai.convert import (
     check_fan_out,
     check_logprobs,
     check_prompt_logprobs,
+    check_routed_experts,
     check_streaming,
     estimate_tokens,
     prompt_text,
@@ -80,7 +81,9 @@ async def completions(request: Request) -> Response:
     most = state.client.config.scheduler.max_model_len
     if body.logprobs is not None:
         check_logprobs(params, len(prompts), most, "logprobs")
-    inputs = await _inputs(state, body, prompts, always=params.prompt_logprobs is not None)
+    counted = params.prompt_logprobs is not None or params.return_routed_experts
+    inputs = await _inputs(state, body, prompts, always=counted)
+    check_routed_experts(state.client.config, params, [*map(len, inputs)])
     echoed = body.echo and body.logprobs is not None
     check_prompt_logprobs(
         sum(map(len, inputs)), params, body.n or 1, "logprobs" if echoed else "prompt_logprobs"
@@ -410,7 +413,8 @@ async def generate(request: Request) -> Response:
         detokenize=state.client.tokenizer is not None,
     )
     context = context_of(request)
-    inputs = await _inputs(state, body, prompts)
+    inputs = await _inputs(state, body, prompts, always=params.return_routed_experts)
+    check_routed_experts(state.client.config, params, [*map(len, inputs)])
     charge(state, context, inputs, params, params.n)
     generation = TextGeneration(
         state,
@@ -426,8 +430,9 @@ async def generate(request: Request) -> Response:
         (piece,) = await unless_disconnected(request.receive, collect(generation))
         ids = piece.token_ids if body.return_token_ids else UNSET
         versions = versions_of(piece.versions, always=bool(body.return_token_ids))
-        return json_response(
-            GenerateAnswer(
+
+        def answer() -> GenerateAnswer:
+            return GenerateAnswer(
                 piece.text,
                 piece.finish_reason,
                 generation.usage,
@@ -436,7 +441,8 @@ async def generate(request: Request) -> Response:
                 sampling_info_of(piece.last),
                 routed_experts_of(piece.last),
             )
-        )
+
+        return json_response(await formatted(array_entries(piece.last), answer))
     await start_stream(request, generation)
     return EventStream(
         generation,

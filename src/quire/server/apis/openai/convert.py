@@ -20,6 +20,7 @@ from quire.server.errors import ApiError
 from quire.system import read_bounded
 
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.server.state import ServerState
     from quire.text.tokenizer import Tokenizer
 
@@ -30,6 +31,9 @@ MAX_COMPLETIONS = 1024
 
 MAX_LOGPROBS = 1_000_000
 """Most log-probabilities of one request's prompts, and as many of its completions."""
+
+MAX_EXPERT_BYTES = 256 << 20
+"""Most bytes of the experts that one request may return, before base64."""
 
 _MUCH_TEXT = 4000
 """Characters of a request's prompts above which they are tokenized off the event loop."""
@@ -204,6 +208,30 @@ def check_logprobs(
     if count > MAX_LOGPROBS:
         fields = " or ".join(f"'{name}'" for name in (param, *others))
         raise _too_many_logprobs(count, fields, param, "completions")
+
+
+def check_routed_experts(
+    config: EngineConfig, params: SamplingParams, prompts: Sequence[int]
+) -> None:
+    """Raises ApiError, 400, if the experts of the request's tokens may be too large an answer.
+
+    Args:
+        prompts: number of tokens of each prompt.
+    """
+    if not params.return_routed_experts:
+        return
+    most = config.scheduler.max_model_len
+    room = most if params.max_tokens is None else params.max_tokens
+    tokens = params.n * sum(min(length + room, most) for length in prompts)
+    size = 2 * config.experts_per_token * tokens
+    if size > MAX_EXPERT_BYTES:
+        raise ApiError(
+            400,
+            f"The experts of the request's prompts and completions may take {size} bytes; at most "
+            f"{MAX_EXPERT_BYTES} are allowed: lower 'max_tokens' or 'n', or send fewer prompts.",
+            param="return_routed_experts",
+            code="invalid_value",
+        )
 
 
 def usual_room(params: SamplingParams, most: int) -> int | None:
