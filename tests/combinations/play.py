@@ -323,13 +323,14 @@ def _local_stages(config: EngineConfig) -> EngineCore:
 
 _HELD = {
     "GrammarFeature": (
-        "_states",
+        "_masked",
+        "_by_key",
+        "_claims",
+        "_held",
         "_compiling",
-        "_copies",
-        "_unbuilt",
-        "_waiting",
-        "_done",
-        "_broken",
+        "_checks",
+        "_ready",
+        "_failed",
     ),
     "AdapterFeature": ("_bound", "_waiting", "_readings", "_fetching", "_load"),
     "OffloadFeature": ("_wanted", "_jobs", "_queue"),
@@ -346,7 +347,7 @@ def check_feature(feature: Any) -> None:
         assert not getattr(feature, name), f"{kind}.{name}: {getattr(feature, name)}"
     if kind == "GrammarFeature":
         assert not feature._gated.any(), "a lane is gated"
-        assert not feature._compiler._jobs, feature._compiler._jobs
+        assert not any(feature._lanes), "a lane has a grammar"
     if kind == "AdapterFeature":
         assert not any(slot.users for slot in feature._slots._slots)
     if kind == "OffloadFeature":
