@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +116,6 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[case]
 
     return get
-
-
-@pytest.fixture
-def llms() -> Iterator[Any]:
-    made: list[LLM] = []
-
-    def make(folder: Path, **settings: Any) -> LLM:
-        usual = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "image_cache_gb": 0.01}
-        made.append(LLM(str(folder), **(usual | settings)))
-        return made[-1]
-
-    yield make
-    for llm in made:
-        llm.shutdown()
 
 
 def prompt(parts: list[Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +97,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[case]
 
     return get
-
-
-@pytest.fixture
-def llms() -> Iterator[Any]:
-    made: list[LLM] = []
-
-    def make(folder: Path, **settings: Any) -> LLM:
-        usual = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "image_cache_gb": 0.01}
-        made.append(LLM(str(folder), **(usual | settings)))
-        return made[-1]
-
-    yield make
-    for llm in made:
-        llm.shutdown()
 
 
 def out(llm: LLM, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
