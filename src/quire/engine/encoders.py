@@ -1,4 +1,4 @@
-"""Settings of engines that run an encoder: what it refuses, and what follows from whole texts."""
+"""Settings of engines that run an encoder: refused ones, and those that whole texts determine."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def separates_words(hub: HubTokenizer) -> bool:
     kinds = [_splits(step) for step in steps]
     if None in kinds or "words" not in kinds:
         return False
-    # Behind a step of bytes, a space is Ġ, which patterns take for a letter.
+    # After a byte-level step a space is the character Ġ, which patterns take for a letter.
     before = steps[: kinds.index("words")]
     return all(step["type"] != "ByteLevel" for step in before)
 

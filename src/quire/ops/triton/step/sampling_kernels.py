@@ -362,8 +362,8 @@ def logprob_tiles(
     """Scans a tile of a row that asks for log-probabilities. Grid: (rows, tiles).
 
     It stores the maximum of every `SUB` entries. For the tile it stores the sum of probabilities
-    relative to the tile's maximum, and the number of entries above the row's token. Unless
-    `processed_ptr` is None, rows have modes, and it also stores the number of kept entries."""
+    relative to the tile's maximum, and the number of entries above the row's token. With
+    `processed_ptr` rows have modes, and the number of kept entries is stored too."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
